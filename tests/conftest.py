@@ -1,0 +1,61 @@
+"""What every test starts from: no network, one thread per worker, the same random numbers each time."""
+
+from __future__ import annotations
+
+import os
+import random
+
+# Read once, when the libraries are imported.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["MPLBACKEND"] = "Agg"
+
+import hypothesis
+import pytest
+import torch
+
+UNDER_XDIST = "PYTEST_XDIST_WORKER" in os.environ
+FUZZ_EXAMPLES = int(os.environ.get("REGRAFT_FUZZ", "0"))
+
+if UNDER_XDIST:
+    torch.set_num_threads(1)
+
+# `make test` draws the same examples every time; `make fuzz` draws new ones.
+hypothesis.settings.register_profile("test", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile(
+    "fuzz",
+    deadline=None,
+    max_examples=max(FUZZ_EXAMPLES, 1),
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("fuzz" if FUZZ_EXAMPLES else "test")
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was():
+    """A test that changes a global setting of torch must not reach the next one."""
+    dtype, grad, deterministic = (
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    yield
+    torch.set_default_dtype(dtype)
+    torch.set_grad_enabled(grad)
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
