@@ -73,7 +73,7 @@ bench: $(READY) ## the tables of ratios that the docs quote
 	@$(BIN)/python benchmarks/run.py
 
 docs: $(READY) ## build the documentation into site/, warnings are errors
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict 2>&1 | { grep -Ev "^INFO" || true; }
 
 fuzz: $(READY) ## N random graphs per property: make fuzz N=10000
 	@REGRAFT_FUZZ=$(N) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) -m fuzz --timeout 0 tests
