@@ -1,0 +1,229 @@
+"""Is one program faster than another, on this machine, now?
+
+Both run in pairs of short blocks, in an order that alternates from pair to pair, so that a clock that slows down or a
+neighbour who wakes up strikes both alike. The ratio of each pair is what is looked at: its median, and the interval
+between two of its order statistics that holds the true median with 95 % probability whatever the distribution (the
+sign test turned round; Conover, Practical Nonparametric Statistics, 3.2). No random numbers: equal times, equal answer.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_MIN_PAIRS = 10
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two programs timed against each other.
+
+    Args:
+        baseline_seconds: Median time of one call of the baseline, in seconds.
+        candidate_seconds: Median time of one call of the candidate, in seconds.
+        ratio: Median over pairs of candidate's time over baseline's; below 1 the candidate is faster.
+        low: Lower end of the 95 % interval of the ratio.
+        high: Upper end.
+        ratios: The ratio of every pair, in the order measured.
+        calls: Calls per block.
+    """
+
+    baseline_seconds: float
+    candidate_seconds: float
+    ratio: float
+    low: float
+    high: float
+    ratios: tuple[float, ...]
+    calls: int
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs of blocks were measured."""
+        return len(self.ratios)
+
+    @property
+    def faster(self) -> bool:
+        """Whether the interval lies wholly below 1."""
+        return self.high < 1
+
+    @property
+    def slower(self) -> bool:
+        """Whether the interval lies wholly above 1."""
+        return self.low > 1
+
+    @property
+    def reason(self) -> str:
+        """The decision as a sentence."""
+        if self.faster:
+            return f"faster: {self.describe()}, an interval wholly below 1"
+        if self.slower:
+            return f"slower: {self.describe()}, an interval wholly above 1"
+        return f"no difference shown: {self.describe()}, an interval that contains 1"
+
+    def describe(self) -> str:
+        """The ratio with its interval.
+
+        >>> Comparison(1.0, 0.9, 0.9, 0.88, 0.91, (0.9,) * 40, 1).describe()
+        '0.90x the time (95% 0.88–0.91, 40 pairs)'
+        """
+        digits = 2 if abs(self.ratio - 1) >= 0.02 else 3
+        return (
+            f"{self.ratio:.{digits}f}x the time (95% {self.low:.{digits}f}–{self.high:.{digits}f}, {self.pairs} pairs)"
+        )
+
+    def __str__(self) -> str:
+        """`reason`, with the times."""
+        return f"{self.reason} ({_milliseconds(self.baseline_seconds)} -> {_milliseconds(self.candidate_seconds)})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as a plain dictionary; times in seconds."""
+        return dict(vars(self), ratios=list(self.ratios), pairs=self.pairs, faster=self.faster, reason=self.reason)
+
+
+def compare_speed(
+    baseline: Callable[[], object],
+    candidate: Callable[[], object],
+    *,
+    min_seconds: float = 1.0,
+    warmup_seconds: float = 0.2,
+    block_seconds: float = 0.01,
+    max_pairs: int = 200,
+    grad: bool = False,
+    timer: Callable[[], float] = time.perf_counter,
+) -> Comparison:
+    """Time two programs in alternating pairs.
+
+    Args:
+        baseline: Called without arguments.
+        candidate: Likewise.
+        min_seconds: Measure for at least this long in all, unless `max_pairs` are reached; at least 10 pairs.
+        warmup_seconds: Run each for at least this long first, and at least twice (compilers, caches, clocks).
+        block_seconds: A block repeats its call until it takes about this long, so that the timer's grain and the
+            call's own noise average out.
+        max_pairs: Stop here.
+        grad: Time with gradients recorded; by default they are not, as in inference.
+        timer: The clock, in seconds.
+
+    Returns:
+        The ratio with its interval.
+
+    Raises:
+        TypeError: An argument is not callable.
+        ValueError: A limit is not positive.
+
+    >>> import torch
+    >>> small, large = torch.randn(8, 8), torch.randn(512, 512)
+    >>> result = compare_speed(lambda: large @ large, lambda: small @ small, min_seconds=0.05, warmup_seconds=0.01)
+    >>> result.faster
+    True
+    """
+    for name, program in (("baseline", baseline), ("candidate", candidate)):
+        if not callable(program):
+            raise TypeError(f"{name} is a {type(program).__name__}; pass a call: {name}=lambda: model(x)")
+    for name, limit in (("min_seconds", min_seconds), ("block_seconds", block_seconds), ("max_pairs", max_pairs)):
+        if limit <= 0:
+            raise ValueError(f"{name} is {limit}, but has to be positive")
+    with torch.set_grad_enabled(grad):
+        # The slower of the two sets the calls per block: the same number for both, so that both average alike.
+        slowest = max(_warm(program, warmup_seconds, timer) for program in (baseline, candidate))
+        calls = max(1, round(block_seconds / slowest)) if slowest > 0 else 100
+        times = _measure(baseline, candidate, calls, min_seconds, max_pairs, timer)
+    ratios = tuple(ours / theirs for theirs, ours in times)
+    low, high = median_interval(ratios)
+    return Comparison(
+        statistics.median(pair[0] for pair in times) / calls,
+        statistics.median(pair[1] for pair in times) / calls,
+        statistics.median(ratios),
+        low,
+        high,
+        ratios,
+        calls,
+    )
+
+
+def _measure(
+    baseline: Callable[[], object],
+    candidate: Callable[[], object],
+    calls: int,
+    min_seconds: float,
+    max_pairs: int,
+    timer: Callable[[], float],
+) -> list[tuple[float, float]]:
+    times: list[tuple[float, float]] = []
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        start = timer()
+        # An even number of pairs, so that each program goes first as often as the other.
+        while len(times) < max_pairs and (len(times) < _MIN_PAIRS or len(times) % 2 or timer() - start < min_seconds):
+            if len(times) % 2 == 0:
+                first = _block(baseline, calls, timer)
+                times.append((first, _block(candidate, calls, timer)))
+            else:
+                first = _block(candidate, calls, timer)
+                times.append((_block(baseline, calls, timer), first))
+    finally:
+        if collecting:
+            gc.enable()
+    return times
+
+
+def _warm(program: Callable[[], object], seconds: float, timer: Callable[[], float]) -> float:
+    program()
+    start, fastest = timer(), math.inf
+    while fastest == math.inf or timer() - start < seconds:
+        before = timer()
+        program()
+        _synchronize()
+        fastest = min(fastest, timer() - before)
+        if fastest <= 0:  # finer than the timer
+            return 0.0
+    return fastest
+
+
+def _block(program: Callable[[], object], calls: int, timer: Callable[[], float]) -> float:
+    _synchronize()
+    start = timer()
+    for _ in range(calls):
+        program()
+    _synchronize()
+    return max(timer() - start, 1e-12)
+
+
+def _synchronize() -> None:
+    # Kernels run on after the call that started them has returned.
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    elif torch.backends.mps.is_available():
+        torch.mps.synchronize()
+
+
+def median_interval(values: tuple[float, ...], confidence: float = 0.95) -> tuple[float, float]:
+    """The order statistics that hold the true median with at least the given probability.
+
+    Args:
+        values: Independent measurements; fewer than six cannot give 95 %, and their whole range comes back.
+        confidence: The probability.
+
+    >>> median_interval(tuple(float(i) for i in range(1, 21)))
+    (6.0, 15.0)
+    """
+    ordered = sorted(values)
+    n = len(ordered)
+    # Cut k values off each end while the chance that the median lies outside stays within what is allowed.
+    outside, k = 2 * 0.5**n, 0
+    while k + 1 <= (n - 1) // 2 and outside + 2 * math.comb(n, k + 1) * 0.5**n <= 1 - confidence:
+        k += 1
+        outside += 2 * math.comb(n, k) * 0.5**n
+    return ordered[k], ordered[n - 1 - k]
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,98 @@
+"""What the right answer is: the reference's own run and a run in higher precision, for one set of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from regraft.verify.compare import coarser
+from regraft.verify.precise import in_precision, modes
+from regraft.verify.run import Inputs, Run, inputs_tree, run
+from regraft.verify.tree import Tree
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The reference on one set of inputs.
+
+    Args:
+        own: The run in its own dtype.
+        exact: The float64 run, or None, with the reason in `lacking`.
+        coarse: For a reference that is float64 already: a float32 run, from which its error is estimated.
+        compute: The coarsest floating-point dtype of weights and inputs.
+        lacking: Why there is no float64 run.
+    """
+
+    own: Run
+    exact: Run | None
+    coarse: Run | None
+    compute: torch.dtype
+    lacking: str | None
+
+
+class Oracle:
+    """A reference model, with its copy in another precision made once and used for every set of inputs."""
+
+    def __init__(self, reference: Callable[..., Any], *, float64: bool, seed: int) -> None:
+        """Hold the reference; no copy is made before the first question."""
+        self.reference = reference
+        self.seed = seed
+        self._wanted = float64
+        self._copies: dict[torch.dtype, Callable[..., Any]] = {}
+
+    def ask(self, inputs: Inputs) -> Truth:
+        """Run the reference on these inputs; where it raises, `own.error` says so."""
+        own = run(self.reference, inputs, seed=self.seed)
+        compute = self._compute_dtype(inputs, own)
+        if own.error is not None:
+            return Truth(own, None, None, compute, None)
+        if not self._wanted:
+            return Truth(own, None, None, compute, "float64=False was given")
+        if own.random:
+            # Generators draw other numbers for other dtypes, so a float64 run would be another computation.
+            return Truth(own, None, None, compute, "the model draws random numbers; call .eval() for the sharper check")
+        if compute == torch.float64:
+            coarse, why = self._in(torch.float32, inputs, own)
+            return Truth(own, own if coarse else None, coarse, compute, why)
+        exact, why = self._in(torch.float64, inputs, own)
+        return Truth(own, exact, None, compute, why)
+
+    def _compute_dtype(self, inputs: Inputs, own: Run) -> torch.dtype:
+        model = self.reference
+        weights = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
+        given = [tensor for _, tensor in inputs_tree(*inputs).tensors()]
+        # A function's weights cannot be seen; its results tell.
+        made = [] if weights else [tensor for _, tensor in own.output.tensors()]
+        found: torch.dtype | None = None
+        for dtype in (tensor.dtype for tensor in (*weights, *given, *made)):
+            real = dtype.to_real() if dtype.is_complex else dtype
+            if real.is_floating_point:
+                found = real if found is None else coarser(found, real)
+        return found or torch.float32
+
+    def _in(self, dtype: torch.dtype, inputs: Inputs, own: Run) -> tuple[Run | None, str | None]:
+        why = ""
+        try:
+            model = self._copies.get(dtype) or in_precision(self.reference, dtype)
+        except Exception as error:  # whatever deepcopy or conversion of a foreign model raises
+            return None, f"the reference cannot be copied in {dtype} ({_first_line(error)})"
+        self._copies[dtype] = model
+        for mode in modes(dtype):
+            other = run(model, inputs, seed=self.seed, dtype=dtype, mode=mode)
+            if other.error is None and _shapes(other.output) == _shapes(own.output):
+                return other, None
+            why = why or (_first_line(other.error) if other.error else "it gives other shapes there")
+        return None, f"the reference does not run in {dtype} ({why})"
+
+
+def _shapes(tree: Tree) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tree.tensors()}
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {text[0][:160]}".rstrip(": ")

@@ -1,0 +1,108 @@
+"""A model run in another floating-point precision than its own, without changing it.
+
+The float64 run is what both sides of a verification are measured against.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from regraft.verify.tree import tree_of
+
+_COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
+
+
+class InPrecision(TorchDispatchMode):
+    """Runs every floating-point operation in one dtype, also where the code asks for another by name.
+
+    `softmax(x, dtype=torch.float32)`, `x.float()` and constants that are neither parameter nor buffer would
+    otherwise put float32's rounding back into a float64 run, or stop it with a dtype mismatch.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """Run in `dtype`, which is float64 or float32."""
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self.dtype = dtype
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operation in the wanted dtype."""
+        kwargs = dict(kwargs or {})
+        schema = func._schema
+        bits = func is torch.ops.aten.view.dtype  # reads the bits as another type: nothing to convert
+        written = {i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write}
+        names = {schema.arguments[i].name for i in written}
+        args = tuple(a if bits or i in written else self._convert(a) for i, a in enumerate(args))
+        kwargs = {k: v if bits or k in names else self._convert(v) for k, v in kwargs.items()}
+        result = func(*args, **kwargs)
+        if bits or any(r.alias_info is not None for r in schema.returns):
+            return result
+        return self._convert(result)
+
+    def _convert(self, value: Any) -> Any:
+        return pytree.tree_map(self._convert_one, value)
+
+    def _convert_one(self, value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return target(value, self.dtype)
+        if isinstance(value, torch.Tensor) and target(value.dtype, self.dtype) != value.dtype:
+            return value.to(target(value.dtype, self.dtype))
+        return value
+
+
+def target(dtype: torch.dtype, precision: torch.dtype) -> torch.dtype:
+    """What a dtype becomes in a run of the given precision; integers and booleans stay."""
+    if dtype.is_floating_point:
+        return precision
+    return _COMPLEX[precision] if dtype.is_complex else dtype
+
+
+def in_precision(model: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    """A copy of a model in another precision; a callable that is not a module stays as it is.
+
+    Args:
+        model: The model, which is not changed.
+        dtype: float64 or float32.
+
+    Raises:
+        Exception: whatever a model that cannot be copied or converted raises.
+
+    >>> linear = torch.nn.Linear(2, 2)
+    >>> in_precision(linear, torch.float64).weight.dtype, linear.weight.dtype
+    (torch.float64, torch.float32)
+    """
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper: compiled code is for its own dtype
+    if not isinstance(model, nn.Module):
+        return model
+    converted: nn.Module = copy.deepcopy(model)._apply(lambda t: t.to(target(t.dtype, dtype)))
+    return converted
+
+
+def inputs_in_precision(inputs: Any, dtype: torch.dtype | None) -> Any:
+    """A deep copy of a model's inputs, in another precision unless `dtype` is None.
+
+    Works through any object, a cache say, since `deepcopy` itself puts the converted tensors in.
+    """
+    memo: dict[int, Any] = {}
+    for _, tensor in tree_of(inputs).tensors():
+        wanted = tensor.dtype if dtype is None else target(tensor.dtype, dtype)
+        if wanted != tensor.dtype:
+            memo[id(tensor)] = tensor.detach().to(wanted)
+        elif not tensor.is_leaf:
+            memo[id(tensor)] = tensor.detach().clone()  # deepcopy refuses what autograd computed
+    return copy.deepcopy(inputs, memo)
+
+
+def modes(dtype: torch.dtype) -> list[Callable[[], AbstractContextManager[Any]]]:
+    """The ways to run in a precision, best first: every operation converted, then only weights and inputs."""
+    # A higher-order operation (a `torch.cond`, an exported `no_grad` block) refuses to run under a dispatch mode.
+    return [lambda: InPrecision(dtype), nullcontext]

@@ -1,0 +1,197 @@
+"""Does a candidate compute what a reference computes?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+
+from regraft.verify.call import check_call, checked_extra, described
+from regraft.verify.compare import Measured, Rule
+from regraft.verify.contrast import Numbers, contrast, leaf_from
+from regraft.verify.oracle import Oracle
+from regraft.verify.result import Case, Leaf, Verification
+from regraft.verify.run import Inputs, inputs_tree, run
+from regraft.verify.sizes import dynamic_axes, other_sizes, redrawn, resized
+
+_MARGIN = 32.0  # beyond this many times the bound no luck with rounding explains an error
+_DRAWS = 12
+
+Model = Callable[..., Any] | ExportedProgram
+
+
+def verify(
+    reference: Model,
+    candidate: Model,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    factor: float | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
+    extra_inputs: Iterable[Any] = (),
+    vary_sizes: bool = True,
+    float64: bool = True,
+    seed: int = 0,
+) -> Verification:
+    """Compare a candidate with a reference, by the error that the reference itself has.
+
+    The reference runs in its own dtype and, as a copy, in float64. A candidate passes if it is off from float64 by
+    at most twice what the reference is off (three times in half precision), plus a few units in the last place;
+    `regraft.verify.compare` has the formula. Integers, booleans and other values must be equal. Classes, dtypes,
+    shapes, devices and the places of NaN and infinities must agree, and so must inputs that the call changes.
+
+    Where shapes of the candidate (or else the reference) are dynamic, inputs of other sizes are tried too. Where the
+    reference cannot run in float64, the result notes why, and the candidate is held to a fixed bound instead.
+
+    Neither model, nor the inputs, nor any random generator is changed. A float64 copy of the reference exists while
+    this runs.
+
+    Args:
+        reference: What is right: a module, a graph module, an `ExportedProgram` or any callable.
+        candidate: What is checked, likewise.
+        args: Positional arguments of both, a tuple.
+        kwargs: Keyword arguments of both.
+        factor: How many times the reference's error the candidate's may be, in place of 2 and 3.
+        rtol: For what does not preserve the computation: the bound becomes |C - R| <= atol + rtol * |R|.
+        atol: See `rtol`; either one alone leaves the other at zero.
+        extra_inputs: More inputs: each a tuple of positional arguments, a dictionary of keyword arguments, or a pair
+            of the two.
+        vary_sizes: Try other sizes where shapes are dynamic.
+        float64: Make the float64 run; False saves its memory and time and holds the candidate to a fixed bound.
+        seed: For random inputs and for models that draw random numbers.
+
+    Returns:
+        The result: `ok`, `raise_for_status()`, a table when printed.
+
+    Raises:
+        TypeError: The call does not fit the reference, or something cannot be compared (sparse, nested, meta).
+        Exception: Whatever the reference itself raises on the given inputs.
+
+    >>> import torch
+    >>> _ = torch.manual_seed(0)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).eval()
+    >>> x = torch.randn(3, 4)
+    >>> verify(model, lambda x: model(x), (x,)).ok
+    True
+    >>> verify(model, lambda x: model(x) + 1e-3, (x,)).ok
+    False
+    """
+    right, checked = _callable(reference, "reference"), _callable(candidate, "candidate")
+    inputs = check_call(right, args, kwargs)
+    more = checked_extra(right, extra_inputs)
+    check = _Check(right, checked, Rule(factor, rtol, atol), seed, float64)
+    cases = [check.case("the sample", inputs, given=True)]
+    if vary_sizes:
+        cases += check.other_sizes(inputs)
+    cases += [check.case(f"extra input {i} ({described(extra)})", extra, given=True) for i, extra in enumerate(more)]
+    return Verification(tuple(cases), tuple(dict.fromkeys((*_remarks(right, checked), *check.notes))))
+
+
+def _callable(model: Any, argument: str) -> Callable[..., Any]:
+    if isinstance(model, ExportedProgram):
+        return model.module()
+    if not callable(model):
+        raise TypeError(
+            f"{argument} is a {type(model).__name__}; verify takes a module, a graph module, an ExportedProgram or a "
+            "callable: verify(reference, candidate, args=(x,), kwargs={'mask': m})"
+        )
+    return model  # type: ignore[no-any-return]
+
+
+def _remarks(reference: Callable[..., Any], candidate: Callable[..., Any]) -> Iterable[str]:
+    if reference is candidate:
+        yield (
+            "reference and candidate are one object; a transformation works in place, so keep the model it was traced "
+            "from, or a copy.deepcopy, as the reference"
+        )
+    both = isinstance(reference, nn.Module) and isinstance(candidate, nn.Module)
+    if both and reference.training and not candidate.training:  # type: ignore[attr-defined]
+        yield "the reference is in training mode and the candidate is not; call .eval() on the reference"
+
+
+class _Check:
+    """One verification under way."""
+
+    def __init__(
+        self, reference: Callable[..., Any], candidate: Callable[..., Any], rule: Rule, seed: int, float64: bool
+    ) -> None:
+        self.candidate = candidate
+        self.rule = rule
+        self.seed = seed
+        self.oracle = Oracle(reference, float64=float64, seed=seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.notes: list[str] = []
+
+    def other_sizes(self, inputs: Inputs) -> list[Case]:
+        """A case for every other size to try."""
+        reference = self.oracle.reference
+        for graph in (self.candidate, reference):
+            dynamic = dynamic_axes(graph, reference, inputs) if isinstance(graph, fx.GraphModule) else None
+            if dynamic is None:
+                continue
+            return [
+                self.case(described(other), other, given=False)
+                for other in (resized(inputs, dynamic, sizes, self.generator) for sizes in other_sizes(dynamic))
+            ]
+        return []
+
+    def case(self, label: str, inputs: Inputs, *, given: bool) -> Case:
+        """Compare on one set of inputs; ones that were made here may be too odd for the reference."""
+        truth = self.oracle.ask(inputs)
+        if truth.own.error is not None:
+            if given:
+                truth.own.error.add_note(f"raised by the reference itself on {label} given to regraft.verify")
+                raise truth.own.error
+            return Case(label, skipped=f"the reference does not take it ({_name(truth.own.error)})")
+        if truth.lacking is not None:
+            self.notes.append(f"compared with the reference alone, within a fixed bound: {truth.lacking}")
+        made = run(self.candidate, inputs, seed=self.seed)
+        if made.error is not None:
+            return Case(label, problems=(f"the candidate raised {_name(made.error)}",))
+        rule = replace(self.rule, compute=truth.compute)
+        leaves, problems, numbers = contrast(truth, made, inputs_tree(*inputs), rule)
+        if any(_doubtful(leaf, numbers) for leaf in leaves) and not rule.tolerant and truth.exact is not None:
+            leaves = self._look_again(inputs, leaves, numbers, rule)
+        return Case(label, tuple(leaves), tuple(problems))
+
+    def _look_again(self, inputs: Inputs, leaves: list[Leaf], numbers: Numbers, rule: Rule) -> list[Leaf]:
+        # The error of a reference with few outputs is one draw of a random number, which may be near zero by luck.
+        # More draws of both errors, on inputs that round differently, tell luck from a fault.
+        pooled = dict(numbers)
+        for other in redrawn(inputs, _DRAWS, self.generator):
+            truth, made = self.oracle.ask(other), run(self.candidate, other, seed=self.seed)
+            if truth.own.error is not None or truth.exact is None or made.error is not None:
+                break
+            _, _, drawn = contrast(truth, made, inputs_tree(*other), rule)
+            pooled = {name: _pool(m, drawn[name]) if name in drawn else m for name, m in pooled.items()}
+        return [
+            leaf_from(leaf.name, leaf.dtype, leaf.shape, pooled[leaf.name]) if _doubtful(leaf, numbers) else leaf
+            for leaf in leaves
+        ]
+
+
+def _doubtful(leaf: Leaf, numbers: Numbers) -> bool:
+    m = numbers.get(leaf.name)
+    return m is not None and m.problem is None and not m.within and m.candidate_error <= _MARGIN * m.allowed
+
+
+def _pool(one: Measured, other: Measured) -> Measured:
+    if other.problem is not None:
+        return one
+    return replace(
+        one,
+        reference_error=max(one.reference_error, other.reference_error),
+        candidate_error=max(one.candidate_error, other.candidate_error),
+        reference_rms=max(one.reference_rms, other.reference_rms),
+        candidate_rms=max(one.candidate_rms, other.candidate_rms),
+    )
+
+
+def _name(error: Exception) -> str:
+    text = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {text[0][:200]}".rstrip(": ")
