@@ -34,6 +34,7 @@ def run(
     seed: int = 0,
     dtype: torch.dtype | None = None,
     mode: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    beside: Callable[..., Any] | None = None,
 ) -> Run:
     """Call a model once on a copy of its inputs, without gradients and from a fixed seed.
 
@@ -46,6 +47,8 @@ def run(
         seed: For the random generators.
         dtype: Convert floating-point inputs to this dtype.
         mode: A context to run in.
+        beside: Another model that the call may reach, whose buffers are put back too: a candidate often calls the
+            reference's own layers.
 
     >>> torch.manual_seed(3).initial_seed()
     3
@@ -53,7 +56,7 @@ def run(
     True
     """
     args, kwargs = inputs_in_precision(inputs, dtype)
-    with torch.no_grad(), _seeded(seed) as drawn, _buffers_kept(model):
+    with torch.no_grad(), _seeded(seed) as drawn, _buffers_kept(model), _buffers_kept(beside):
         try:
             with mode():
                 value = model(*args, **kwargs)
@@ -92,7 +95,7 @@ def _random_states(cuda: list[int]) -> list[torch.Tensor]:
 
 
 @contextmanager
-def _buffers_kept(model: Callable[..., Any]) -> Iterator[None]:
+def _buffers_kept(model: Callable[..., Any] | None) -> Iterator[None]:
     if not isinstance(model, nn.Module):
         yield
         return

@@ -150,7 +150,7 @@ class _Check:
             return Case(label, skipped=f"the reference does not take it ({_name(truth.own.error)})")
         if truth.lacking is not None:
             self.notes.append(f"compared with the reference alone, within a fixed bound: {truth.lacking}")
-        made = run(self.candidate, inputs, seed=self.seed)
+        made = run(self.candidate, inputs, seed=self.seed, beside=self.oracle.reference)
         if made.error is not None:
             return Case(label, problems=(f"the candidate raised {_name(made.error)}",))
         rule = replace(self.rule, compute=truth.compute)
@@ -164,7 +164,8 @@ class _Check:
         # More draws of both errors, on inputs that round differently, tell luck from a fault.
         pooled = dict(numbers)
         for other in redrawn(inputs, _DRAWS, self.generator):
-            truth, made = self.oracle.ask(other), run(self.candidate, other, seed=self.seed)
+            truth = self.oracle.ask(other)
+            made = run(self.candidate, other, seed=self.seed, beside=self.oracle.reference)
             if truth.own.error is not None or truth.exact is None or made.error is not None:
                 break
             _, _, drawn = contrast(truth, made, inputs_tree(*other), rule)

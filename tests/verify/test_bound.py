@@ -1,0 +1,175 @@
+"""The measure itself: every bound, on both sides."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from regraft.verify.compare import Rule, direct_bound, floor_of, measure
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+def spread_values(n: int = 256) -> torch.Tensor:
+    return torch.linspace(1.0, 2.0, n, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("share", "passes"), [(0.9, True), (1.1, False)])
+def test_the_floor_holds_where_the_reference_is_exact(dtype: torch.dtype, share: float, passes: bool) -> None:
+    exact = torch.ones(64, dtype=torch.float64)
+    steps = round(floor_of(dtype) / torch.finfo(dtype).eps)
+    units = steps if share < 1 else steps + 1
+    candidate = exact.clone()
+    candidate[7] += units * torch.finfo(dtype).eps
+    found = measure(exact.to(dtype), candidate.to(dtype), exact, None, Rule(compute=dtype))
+    assert found.within is passes
+    assert found.where == (7,)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor"), [(torch.float32, 2.0), (torch.float16, 3.0), (torch.bfloat16, 3.0), (torch.float64, 2.0)]
+)
+@pytest.mark.parametrize(("share", "passes"), [(0.9, True), (1.1, False)])
+def test_the_factor_scales_the_references_own_error(
+    dtype: torch.dtype, factor: float, share: float, passes: bool
+) -> None:
+    exact = torch.ones(64, dtype=torch.float64)
+    unit = torch.finfo(dtype).eps
+    off = 40 * unit
+    reference, candidate = exact.clone(), exact.clone()
+    reference += off  # everywhere: in one place alone it would be a jump
+    candidate[5] += round(share * (factor * 40 + floor_of(dtype) / unit)) * unit
+    spread = (reference - exact).abs()
+    # Stored wide, so that the test's own numbers are not rounded.
+    found = measure(reference, candidate, exact, spread, Rule(compute=dtype))
+    assert found.allowed == pytest.approx(factor * off + floor_of(dtype), rel=1e-3)
+    assert (found.candidate_error <= found.allowed) is passes
+    assert found.within is passes
+
+
+def test_a_factor_of_the_callers_own() -> None:
+    exact = torch.ones(64, dtype=torch.float64)
+    reference, candidate = exact + 1e-4, exact + 4e-4
+    assert not measure(reference, candidate, exact, None, Rule()).within
+    assert measure(reference, candidate, exact, None, Rule(factor=5)).within
+
+
+def test_the_root_mean_square_sees_a_small_error_everywhere() -> None:
+    exact = torch.ones(4096, dtype=torch.float64)
+    reference = exact.clone()
+    reference[0] += 1e-4
+    candidate = exact + 5e-5  # nowhere worse than the reference's worst
+    found = measure(reference.float(), candidate.float(), exact, None, Rule())
+    assert found.candidate_error <= found.allowed
+    assert not found.within
+
+
+@pytest.mark.parametrize("huge", [1e4, -1e9, torch.finfo(torch.float32).min])
+def test_huge_values_hide_nothing_in_the_others(huge: float) -> None:
+    exact = spread_values()
+    exact[64:] = torch.tensor(huge, dtype=torch.float32).double()
+    reference = exact.float()
+    candidate = reference.clone()
+    assert measure(reference, candidate, exact, None, Rule()).within
+    candidate[3] += 1e-5
+    assert not measure(reference, candidate, exact, None, Rule()).within
+
+
+def test_masks_of_the_lowest_number_grow_in_float64() -> None:
+    exact = spread_values()
+    reference = exact.float()
+    exact[10], reference[10] = torch.finfo(torch.float64).min, torch.finfo(torch.float32).min
+    assert measure(reference, reference.clone(), exact, None, Rule()).problem is None
+    candidate = reference.clone()
+    candidate[10] *= 0.9
+    found = measure(reference, candidate, exact, None, Rule())
+    assert found.problem is not None
+    assert found.where == (10,)
+
+
+def test_a_jump_of_the_reference_excuses_neither_side_elsewhere() -> None:
+    exact = spread_values()
+    reference = exact.float()
+    reference[5] = 7.0  # another expert was chosen
+    like_reference, like_float64 = reference.clone(), exact.float()
+    for fine in (like_reference, like_float64):
+        found = measure(reference, fine, exact, None, Rule())
+        assert found.within
+        assert found.problem is None
+        assert found.jumps == 1
+    elsewhere = reference.clone()
+    elsewhere[9] += 1e-3
+    assert not measure(reference, elsewhere, exact, None, Rule()).within
+    third = reference.clone()
+    third[5] = 4.0
+    assert measure(reference, third, exact, None, Rule()).problem is not None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("share", "passes"), [(0.8, True), (1.3, False)])
+def test_the_fixed_bound_without_a_float64_run(dtype: torch.dtype, share: float, passes: bool) -> None:
+    reference = torch.ones(64, dtype=dtype)
+    candidate = reference.clone()
+    candidate[2] += share * direct_bound(dtype)
+    assert measure(reference, candidate, None, None, Rule(compute=dtype)).within is passes
+
+
+@pytest.mark.parametrize(("rtol", "atol"), [(1e-2, 0.0), (None, 2e-2), (5e-3, 1e-2)])
+@pytest.mark.parametrize(("share", "passes"), [(0.95, True), (1.05, False)])
+def test_tolerances_replace_the_bound(rtol: float | None, atol: float | None, share: float, passes: bool) -> None:
+    reference = torch.full((8,), 2.0)
+    candidate = reference.clone()
+    candidate[4] += share * ((atol or 0) + (rtol or 0) * 2.0)
+    found = measure(reference, candidate, reference.double(), None, Rule(rtol=rtol, atol=atol))
+    assert (found.problem is None and found.within) is passes
+    assert found.where == (4,)
+
+
+@pytest.mark.parametrize(
+    ("reference", "candidate"),
+    [(1.0, math.nan), (math.nan, 1.0), (1.0, math.inf), (math.inf, -math.inf), (math.inf, 1.0), (math.nan, math.inf)],
+)
+def test_special_values_have_their_places(reference: float, candidate: float) -> None:
+    ours, theirs = torch.ones(2, 3), torch.ones(2, 3)
+    ours[1, 2], theirs[1, 2] = reference, candidate
+    for rule in (Rule(), Rule(rtol=1e9, atol=1e9)):
+        found = measure(ours, theirs, ours.double(), None, rule)
+        assert found.problem is not None
+        assert found.where == (1, 2)
+    same = measure(ours, ours.clone(), ours.double(), None, Rule())
+    assert same.problem is None
+    assert same.within
+
+
+def test_complex_numbers_by_part() -> None:
+    exact = torch.complex(spread_values(), spread_values()).reshape(16, 16)
+    reference = exact.to(torch.complex64)
+    assert measure(reference, reference.clone(), exact, None, Rule()).within
+    candidate = reference.clone()
+    candidate[3, 4] += 1e-3j
+    found = measure(reference, candidate, exact, None, Rule())
+    assert not found.within
+    assert found.where == (3, 4)
+
+
+def test_nothing_and_zero() -> None:
+    assert measure(torch.ones(0, 3), torch.ones(0, 3), torch.ones(0, 3).double(), None, Rule()).within
+    zero = torch.zeros(4)
+    assert measure(zero, zero.clone(), zero.double(), None, Rule()).within
+    assert not measure(zero, zero + 1e-5, zero.double(), None, Rule()).within
+    scalar = torch.tensor(2.0)
+    assert measure(scalar, scalar, scalar.double(), None, Rule()).where == ()
+
+
+def test_the_numbers_reported() -> None:
+    reference = torch.tensor([3.0, 4.0])
+    candidate = torch.tensor([4.0, 3.0])
+    found = measure(reference, candidate, reference.double(), None, Rule())
+    assert found.max_abs == 1.0
+    assert found.max_rel == pytest.approx(1 / 3)
+    assert found.cosine == pytest.approx(24 / 25)
+    assert found.ratio == math.inf
+    assert measure(reference, reference, reference.double(), None, Rule()).ratio == 1.0

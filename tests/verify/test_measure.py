@@ -1,0 +1,115 @@
+"""Paired timing, against a clock of the test's own."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from regraft.verify import compare_speed
+from regraft.verify.measure import median_interval
+
+
+class Clock:
+    """Time passes only when a program runs."""
+
+    def __init__(self) -> None:
+        self.now, self.drift, self.order = 0.0, 1.0, ""
+
+    def __call__(self) -> float:
+        return self.now
+
+    def program(self, name: str, seconds: float, noise: float = 0.0, seed: int = 0) -> Callable[[], None]:
+        rng = random.Random(seed)
+
+        def run() -> None:
+            self.order += name
+            self.now += seconds * self.drift * (1 + noise * rng.uniform(-1, 1))
+            self.drift *= 1.001
+
+        return run
+
+
+def compare(clock: Clock, a: Callable[[], Any], b: Callable[[], Any], **options: Any) -> Any:
+    return compare_speed(a, b, timer=clock, block_seconds=1e-9, min_seconds=0.5, warmup_seconds=0.01, **options)
+
+
+@pytest.mark.parametrize(("candidate", "faster", "slower"), [(0.8, True, False), (1.25, False, True)])
+def test_a_difference_is_decided(candidate: float, faster: bool, slower: bool) -> None:
+    clock = Clock()
+    found = compare(clock, clock.program("a", 0.01, 0.1), clock.program("b", 0.01 * candidate, 0.1, 7))
+    assert (found.faster, found.slower) == (faster, slower)
+    assert found.ratio == pytest.approx(candidate, rel=0.1)
+    assert found.low <= found.ratio <= found.high
+    assert ("below 1" in found.reason) is faster
+    assert found.to_dict()["faster"] is faster
+
+
+def test_equal_programs_are_called_equal_though_the_clock_drifts() -> None:
+    wrong = 0
+    for seed in range(40):
+        clock = Clock()
+        found = compare(clock, clock.program("a", 0.01, 0.1, seed), clock.program("b", 0.01, 0.1, 1000 + seed))
+        wrong += found.faster or found.slower
+    assert wrong <= 6  # 5 % of 40 is 2
+
+
+def test_the_order_alternates() -> None:
+    clock = Clock()
+    found = compare(clock, clock.program("a", 0.01), clock.program("b", 0.01), max_pairs=20)
+    assert clock.order.endswith("abba" * 5)
+    assert found.pairs % 2 == 0
+
+
+def test_pairs_and_repeats_are_bounded() -> None:
+    clock = Clock()
+    slow = compare(clock, clock.program("a", 10.0), clock.program("b", 10.0))
+    assert slow.pairs == 10
+    assert slow.calls == 1
+    clock = Clock()
+    short = compare_speed(
+        clock.program("a", 1e-4),
+        clock.program("b", 1e-4),
+        timer=clock,
+        block_seconds=1e-2,
+        min_seconds=99,
+        max_pairs=12,
+    )
+    assert short.pairs == 12
+    assert short.calls > 10
+    assert short.baseline_seconds == pytest.approx(1e-4, rel=10)
+
+
+def test_the_same_times_give_the_same_answer() -> None:
+    results = []
+    for _ in range(2):
+        clock = Clock()
+        results.append(compare(clock, clock.program("a", 0.01, 0.1, 1), clock.program("b", 0.009, 0.1, 2)))
+    assert results[0] == results[1]
+
+
+def test_the_interval_covers_the_median_as_often_as_it_says() -> None:
+    rng = random.Random(0)
+    covered = 0
+    for _ in range(1000):
+        low, high = median_interval(tuple(rng.expovariate(1.0) for _ in range(25)))
+        covered += low <= math.log(2) <= high
+    assert 940 <= covered <= 990
+    assert median_interval((1.0, 2.0)) == (1.0, 2.0)
+
+
+def test_gradients_are_off_unless_asked_for() -> None:
+    modes: list[bool] = []
+    for grad in (False, True):
+        compare_speed(
+            lambda: modes.append(torch.is_grad_enabled()), lambda: None, grad=grad, min_seconds=0.01, warmup_seconds=0
+        )
+        assert modes[-1] is grad
+    with pytest.raises(TypeError, match="candidate is a int"):
+        compare_speed(lambda: None, 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="min_seconds"):
+        compare_speed(lambda: None, lambda: None, min_seconds=0)

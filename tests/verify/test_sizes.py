@@ -1,0 +1,109 @@
+"""Graphs with dynamic shapes are tried at other sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+from regraft.verify import verify
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(10, 8), nn.Linear(8, 3)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids) * mask[..., None]
+        return self.out(hidden.sum(1)) * scale
+
+
+def exported(model: nn.Module, args: Any, kwargs: Any, extra: bool = False) -> Any:
+    batch, length = Dim("batch"), Dim("length")
+    both = {0: batch, 1: length}
+    shapes = {"ids": both, "mask": both, "scale": {0: batch}}
+    return torch.export.export(model, args, kwargs, dynamic_shapes=shapes)
+
+
+@pytest.fixture
+def call() -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    ids, mask = torch.randint(1, 10, (2, 5)), torch.ones(2, 5, dtype=torch.long)
+    mask[0, 3:], ids[0, 3:] = 0, 0
+    return (ids,), {"scale": torch.rand(2, 1), "mask": mask}
+
+
+@pytest.mark.parametrize("kind", ["program", "module"])
+def test_other_sizes_are_tried(call: tuple[Any, Any], kind: str) -> None:
+    model = Tokens().eval()
+    program = exported(model, *call)
+    result = verify(model, program if kind == "program" else program.module(), *call)
+    assert result.ok, result
+    shapes = {case.label for case in result.cases}
+    assert len(shapes) >= 3
+    assert all(case.skipped is None for case in result.cases)
+    assert len(verify(model, program, *call, vary_sizes=False).cases) == 1
+
+
+def test_a_mistake_at_other_sizes_only_is_seen(call: tuple[Any, Any]) -> None:
+    class Baked(Tokens):
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            return super().forward(ids, mask, scale) + (ids.shape[1] - 5) * 0.01
+
+    model = Tokens().eval()
+    baked = Baked().eval()
+    baked.load_state_dict(model.state_dict())
+    result = verify(model, exported(baked, *call), *call)
+    assert result.cases[0].ok
+    assert not result.ok
+    assert not verify(model, exported(baked, *call), *call).cases[1].ok
+
+
+def test_token_ids_and_masks_stay_valid_and_together(call: tuple[Any, Any]) -> None:
+    seen = []
+
+    class Looks(Tokens):
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            seen.append((ids, mask, scale))
+            return super().forward(ids, mask, scale)
+
+    model = Tokens().eval()
+    looks = Looks().eval()
+    looks.load_state_dict(model.state_dict())
+    (ids,), kwargs = call
+    program = exported(model, *call)
+    seen.clear()
+    assert verify(looks, program, *call).ok
+    assert len({i.shape for i, _, _ in seen}) >= 3
+    for i, m, s in seen:
+        assert i.shape == m.shape
+        assert s.shape[0] == i.shape[0]
+        assert set(i.unique().tolist()) <= set(ids.unique().tolist())
+        assert torch.equal(i == 0, m == 0)
+        assert s.float().max() <= kwargs["scale"].max() + 1e-6
+
+
+def test_sizes_that_the_reference_refuses_are_left_out_and_said(call: tuple[Any, Any]) -> None:
+    class Short(Tokens):
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            if ids.shape[1] > 5:
+                raise ValueError("too long")
+            return super().forward(ids, mask, scale)
+
+    short = Short().eval()
+    model = Tokens().eval()
+    model.load_state_dict(short.state_dict())
+    result = verify(short, exported(model, *call), *call)
+    assert result.ok
+    assert any(case.skipped for case in result.cases)
+    assert "too long" in str(result)
+
+
+def test_static_graphs_are_tried_at_their_size_only(call: tuple[Any, Any]) -> None:
+    model = Tokens().eval()
+    program = torch.export.export(model, *call)
+    assert len(verify(model, program, *call).cases) == 1

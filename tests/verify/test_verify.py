@@ -1,0 +1,379 @@
+"""Planted errors are seen, honest rewrites pass, and nothing is left behind."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from regraft.core.errors import VerificationError
+from regraft.verify import verify
+
+HALF = [torch.float16, torch.bfloat16]
+DTYPES = [torch.float64, torch.float32, *HALF]
+Pair = collections.namedtuple("Pair", ["first", "second"])
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> dict[str, Any]:
+        hidden = self.norm(F.gelu(self.up(x)))
+        if mask is not None:
+            hidden = hidden * mask[..., None]
+        out = self.down(hidden)
+        return {"hidden": hidden, "out": out, "pair": (out.sum(-1), out.argmax(-1)), "n": 3, "none": None}
+
+
+class Reassociated(nn.Module):
+    """The same sums in another order."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> dict[str, Any]:
+        m = self.model
+        parts = [F.linear(x[..., i : i + 8], m.up.weight[:, i : i + 8]) for i in range(24, -8, -8)]
+        hidden = m.norm(F.gelu(sum(parts[1:], parts[0]) + m.up.bias))
+        if mask is not None:
+            hidden = hidden * mask[..., None]
+        out = F.linear(hidden.flip(-1), m.down.weight.flip(-1), m.down.bias)
+        return {"hidden": hidden, "out": out, "pair": (out.flip(-1).sum(-1), out.argmax(-1)), "n": 3, "none": None}
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model().eval()
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randn(4, 6, 32)
+
+
+def spoilt(model: nn.Module, key: str, change: Any) -> Any:
+    def candidate(*args: Any, **kwargs: Any) -> Any:
+        result = model(*args, **kwargs)
+        result[key] = change(result[key])
+        return result
+
+    return candidate
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(3))
+def test_reassociation_passes(model: Model, dtype: torch.dtype, seed: int) -> None:
+    torch.manual_seed(seed)
+    x = torch.randn(4, 6, 32).to(dtype)
+    result = verify(model.to(dtype), Reassociated(model), (x,))
+    wrong = [leaf.name for leaf in result.cases[0].leaves if not leaf.ok]
+    assert set(wrong) <= {"output['pair'][1]"} if dtype in HALF else not wrong, result
+    assert not result.notes
+
+
+@pytest.mark.parametrize("key", ["hidden", "out"])
+@pytest.mark.parametrize("size", [1e-3, 2e-5])
+def test_an_error_on_one_element(model: Model, x: torch.Tensor, key: str, size: float) -> None:
+    def change(t: torch.Tensor) -> torch.Tensor:
+        t = t.clone()
+        t[2, 3, 7] += size
+        return t
+
+    result = verify(model, spoilt(model, key, change), (x,))
+    assert not result.ok
+    assert result.worst is not None
+    assert result.worst[1].name == f"output['{key}']"
+    assert result.worst[1].where == (2, 3, 7)
+    with pytest.raises(VerificationError, match=rf"(?s){key}.*\[2, 3, 7\].*regraft.bisect"):
+        result.raise_for_status()
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(("units", "right"), [(0.25, True), (40, False)])
+def test_half_precision_on_both_sides(
+    model: Model, x: torch.Tensor, dtype: torch.dtype, units: float, right: bool
+) -> None:
+    model, x = model.to(dtype), x.to(dtype)
+    candidate = spoilt(model, "hidden", lambda t: t * (1 + units * torch.finfo(dtype).eps))
+    assert verify(model, candidate, (x,)).ok is right
+
+
+PLANTED = {
+    "nan": lambda t: t.masked_fill(t == t.max(), torch.nan),
+    "inf": lambda t: t.masked_fill(t == t.max(), torch.inf),
+    "dtype": lambda t: t.double(),
+    "half": lambda t: t.half(),
+    "transposed": lambda t: t.transpose(0, 1),
+    "transposed square": lambda t: t[:, :4].transpose(0, 1).contiguous() if t.shape[1] == 4 else t.flip(0),
+    "shape": lambda t: t[None],
+    "scaled": lambda t: t * 1.00005,
+    "wrapped": lambda t: (t,),
+    "none": lambda t: None,
+    "list": lambda t: t.tolist(),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+@pytest.mark.parametrize("loose", [False, True])
+def test_planted_errors(model: Model, x: torch.Tensor, planted: str, loose: bool) -> None:
+    options = {"rtol": 1e-6} if loose else {}
+    result = verify(model, spoilt(model, "out", PLANTED[planted]), (x,), **options)  # type: ignore[arg-type]
+    assert not result.ok
+    assert "out" in str(result)
+    with pytest.raises(VerificationError):
+        result.raise_for_status()
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "says"),
+    [
+        ("n", lambda n: 4, "is 4 where the reference gives 3"),
+        ("n", lambda n: 3.0, "is a float where the reference gives a int"),
+        ("none", lambda n: 0, "is a int where the reference gives a NoneType"),
+        ("pair", lambda p: Pair(*p), "is a Pair where the reference gives a tuple"),
+        ("pair", list, "is a list where the reference gives a tuple"),
+        ("pair", lambda p: p[:1], "is missing"),
+        ("pair", lambda p: (*p, 1), "is not an output of the reference"),
+        ("pair", lambda p: (p[0], p[1].int()), "dtype"),
+        ("pair", lambda p: (p[0], (p[1] + 1) % 16), "must be equal"),
+    ],
+)
+def test_structure_and_plain_values(model: Model, x: torch.Tensor, key: str, change: Any, says: str) -> None:
+    result = verify(model, spoilt(model, key, change), (x,))
+    assert not result.ok
+    assert says in str(result)
+
+
+def test_the_class_of_the_output(model: Model, x: torch.Tensor) -> None:
+    result = verify(model, lambda x: collections.OrderedDict(model(x)), (x,))
+    assert "is a OrderedDict where the reference gives a dict" in str(result)
+    assert not result.ok
+
+
+def test_a_dropped_output_and_a_raising_candidate(model: Model, x: torch.Tensor) -> None:
+    assert "missing" in str(verify(model, lambda x: {k: v for k, v in model(x).items() if k != "out"}, (x,)))
+    result = verify(model, lambda x: x @ x.new_ones(3), (x,))
+    assert not result.ok
+    assert "the candidate raised RuntimeError" in str(result)
+
+
+def test_integers_may_side_with_float64_only_where_rounding_decides() -> None:
+    class Tie(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ((x + 1.0) - 1.0 > 0).long() + (x > 5)
+
+    x = torch.tensor([1e-9, 1.0, -1.0, 2.0])  # 1e-9 is lost in float32, kept in float64
+    assert verify(Tie(), lambda x: (x > 0).long(), (x,)).ok
+    assert not verify(Tie(), lambda x: (x >= -1).long(), (x,)).ok
+
+
+def test_a_scalar_is_not_failed_for_a_lucky_reference() -> None:
+    torch.manual_seed(0)
+    failed = 0
+    for _ in range(20):
+        model, x = nn.Linear(512, 1).eval(), torch.randn(1, 512)
+        pieces = (
+            lambda x, m=model: (
+                sum(
+                    F.linear(x[:, i : i + 64], m.weight[:, i : i + 64]) for i in range(0, 512, 64)
+                )
+                + m.bias
+            )
+        )  # type: ignore[union-attr]
+        failed += not verify(model, pieces, (x,)).ok
+        assert not verify(model, lambda x, m=model: m(x) + 3e-5, (x,)).ok
+    assert failed == 0
+
+
+def test_a_hard_coded_dtype_still_gets_its_float64_run() -> None:
+    class Hard(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.constant = nn.Linear(8, 8), torch.randn(8, dtype=torch.float32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = F.softmax(self.linear(x.float()), -1, dtype=torch.float32).to(torch.float32)
+            out = torch.zeros(x.shape[0], 8, dtype=torch.float32)
+            out[:, :] = hidden @ torch.outer(self.constant, self.constant)
+            return out
+
+    torch.manual_seed(0)
+    model, x = Hard(), torch.randn(3, 8)
+    result = verify(model, lambda x: model(x), (x,))
+    assert result.ok
+    assert not result.notes
+    assert result.cases[0].leaves[0].reference_error > 0
+    assert not verify(model, lambda x: model(x) * (1 + 1e-4), (x,)).ok
+
+
+def test_a_model_that_cannot_run_in_float64_is_held_to_a_fixed_bound() -> None:
+    class Only32(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.dtype != torch.float32:
+                raise RuntimeError("float32 only")
+            return x.exp()
+
+    x = torch.randn(8)
+    assert verify(Only32(), torch.exp, (x,)).ok
+    result = verify(Only32(), lambda x: x.exp() * (1 + 1e-6), (x,))
+    assert result.ok
+    assert "float32 only" in result.notes[0]
+    assert not verify(Only32(), lambda x: x.exp() * (1 + 5e-5), (x,)).ok
+    assert "float64=False" in verify(nn.Identity(), nn.Identity(), (x,), float64=False).notes[0]
+
+
+def test_nothing_is_left_behind(model: Model, x: torch.Tensor) -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.drop = nn.BatchNorm1d(32), nn.Dropout(0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.drop(self.norm(x))
+
+    noisy, x = Noisy().train(), x[0].clone()
+    state, before, seed = copy.deepcopy(noisy.state_dict()), x.clone(), torch.random.get_rng_state()
+    identities = {name: id(t) for name, t in (*noisy.named_parameters(), *noisy.named_buffers())}
+    result = verify(noisy, copy.deepcopy(noisy), (x,))
+    assert result.ok, result
+    assert "random" in result.notes[0]
+    assert not verify(noisy, lambda x: noisy(x) * 1.01, (x,)).ok
+    assert noisy.training
+    assert torch.equal(x, before)
+    assert torch.equal(torch.random.get_rng_state(), seed)
+    assert all(torch.equal(state[name], value) for name, value in noisy.state_dict().items())
+    assert identities == {name: id(t) for name, t in (*noisy.named_parameters(), *noisy.named_buffers())}
+    assert all(p.grad is None and p.dtype == torch.float32 for p in noisy.parameters())
+
+
+def test_inputs_changed_in_place() -> None:
+    def changes(x: torch.Tensor, cache: dict[str, torch.Tensor]) -> torch.Tensor:
+        cache["seen"] = cache["seen"] + x
+        return x.mul_(2) + 0
+
+    def keeps(x: torch.Tensor, cache: dict[str, torch.Tensor]) -> torch.Tensor:
+        cache["seen"] = cache["seen"] + x
+        return x * 2
+
+    def forgets(x: torch.Tensor, cache: dict[str, torch.Tensor]) -> torch.Tensor:
+        return x.mul_(2) + 0
+
+    x, cache = torch.randn(5), {"seen": torch.zeros(5)}
+    for reference, candidate, right in [
+        (changes, changes, True),
+        (changes, keeps, False),
+        (keeps, changes, False),
+        (changes, forgets, False),
+        (keeps, keeps, True),
+    ]:
+        before = x.clone()
+        result = verify(reference, lambda x, cache, f=candidate: f(x, cache), (x,), {"cache": cache})
+        assert result.ok is right, result
+        assert torch.equal(x, before)
+        assert not cache["seen"].any()
+    assert "args[0] after the call" in str(verify(changes, keeps, (x, cache)))
+
+
+def test_complex_empty_and_scalar_outputs() -> None:
+    def reference(x: torch.Tensor) -> Any:
+        return torch.fft.fft(x), x[:0], x.sum(), float(x.sum()), x > 0
+
+    x = torch.randn(16)
+    assert verify(reference, lambda x: reference(x), (x,)).ok
+    for i, change in enumerate([lambda t: t.conj() + 0, lambda t: t[:, None], lambda t: t + 1, lambda t: t + 1.0]):
+
+        def candidate(x: torch.Tensor, i: int = i, change: Any = change) -> Any:
+            parts = list(reference(x))
+            parts[i] = change(parts[i])
+            return tuple(parts)
+
+        result = verify(reference, candidate, (x,))
+        assert not result.ok
+        assert f"output[{i}]" in str(result)
+
+
+def test_sparse_nested_and_meta_are_refused_politely() -> None:
+    x = torch.eye(3)
+    with pytest.raises(TypeError, match="to_dense"):
+        verify(lambda x: x, lambda x: x, (x.to_sparse(),))
+    with pytest.raises(TypeError, match=r"output has the layout.*to_dense"):
+        verify(lambda x: x.to_sparse(), lambda x: x.to_sparse(), (x,))
+    with pytest.raises(TypeError, match="to_padded_tensor"):
+        verify(lambda x: x, lambda x: x, (torch.nested.nested_tensor([x, x[:2]]),))
+    with pytest.raises(TypeError, match="meta"):
+        verify(nn.Linear(3, 3, device="meta"), nn.Linear(3, 3, device="meta"), (x.to("meta"),))
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "says"),
+    [
+        (torch.ones(1), None, r"args is a Tensor.*args=\(x,\)"),
+        ({"x": torch.ones(1)}, None, "args is a dict.*kwargs=inputs"),
+        (3, None, "args is a int"),
+        ((torch.ones(1),), [1], "kwargs is a list"),
+        ((), None, r"missing a required argument: 'x'.*args=\(x,\)"),
+        ((torch.ones(1),), {"maks": 1}, "unexpected keyword argument 'maks'"),
+    ],
+)
+def test_wrong_calls(model: Model, args: Any, kwargs: Any, says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        verify(model, model, args, kwargs)
+
+
+def test_wrong_models_and_extra_inputs(model: Model, x: torch.Tensor) -> None:
+    with pytest.raises(TypeError, match="candidate is a int"):
+        verify(model, 3, (x,))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"extra_inputs\[1\]"):
+        verify(model, model, (x,), extra_inputs=[(x,), x])
+    with pytest.raises(TypeError, match="takes a list"):
+        verify(model, model, (x,), extra_inputs=x)
+    with pytest.raises(RuntimeError):
+        verify(model, model, (x[..., :3],))
+
+
+def test_extra_inputs_are_checked(model: Model, x: torch.Tensor) -> None:
+    def only_six(x: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+        result = model(x, mask)
+        return result if x.shape[1] == 6 and mask is None else spoilt(model, "out", lambda t: t * 2)(x, mask)
+
+    assert verify(model, only_six, (x,)).ok
+    for extra in [(x[:, :5],), {"x": x[:, :5]}, ((x,), {"mask": torch.ones(4, 6)})]:
+        result = verify(model, only_six, (x,), extra_inputs=[extra])
+        assert len(result.cases) == 2
+        assert not result.ok
+        assert verify(model, Reassociated(model), (x,), extra_inputs=[extra]).ok
+
+
+def test_what_the_result_shows(model: Model, x: torch.Tensor) -> None:
+    good = verify(model, Reassociated(model), (x,))
+    assert good.raise_for_status() is good
+    assert str(good) == repr(good)
+    assert "output['hidden']" in str(good)
+    bad = verify(model, spoilt(model, "out", lambda t: t * torch.nan), (x,))
+    for result in (good, bad):
+        data = json.loads(result.to_json())
+        assert data["ok"] is result.ok
+        assert data == json.loads(json.dumps(result.to_dict()))
+        page = result._repr_html_()
+        assert page.startswith("<table>")
+        assert "output[&#x27;hidden&#x27;]" in page
+    assert "WRONG" in str(bad)
+    assert bool(good)
+    assert not bad
+
+
+def test_one_object_is_remarked_upon(model: Model, x: torch.Tensor) -> None:
+    result = verify(model, model, (x,))
+    assert result.ok
+    assert "one object" in result.notes[0]
