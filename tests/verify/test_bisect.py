@@ -128,7 +128,7 @@ def test_a_graph_that_was_wrong_from_the_start() -> None:
 def test_nothing_to_find_and_nothing_to_search() -> None:
     with pytest.raises(ValueError, match="no culprit"):
         bisect(nn.Identity(), graph_with({}, 4), (X,), journal=FakeJournal((4,)))
-    with pytest.raises(TypeError, match="regraft.trace"):
+    with pytest.raises(TypeError, match=r"regraft\.trace"):
         bisect(nn.Identity(), nn.Identity(), (X,))  # type: ignore[arg-type]
 
 

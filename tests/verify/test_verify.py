@@ -183,13 +183,8 @@ def test_a_scalar_is_not_failed_for_a_lucky_reference() -> None:
     failed = 0
     for _ in range(20):
         model, x = nn.Linear(512, 1).eval(), torch.randn(1, 512)
-        pieces = (
-            lambda x, m=model: (
-                sum(
-                    F.linear(x[:, i : i + 64], m.weight[:, i : i + 64]) for i in range(0, 512, 64)
-                )
-                + m.bias
-            )
+        pieces = lambda x, m=model: (
+            sum(F.linear(x[:, i : i + 64], m.weight[:, i : i + 64]) for i in range(0, 512, 64)) + m.bias
         )  # type: ignore[union-attr]
         failed += not verify(model, pieces, (x,)).ok
         assert not verify(model, lambda x, m=model: m(x) + 3e-5, (x,)).ok
@@ -215,6 +210,25 @@ def test_a_hard_coded_dtype_still_gets_its_float64_run() -> None:
     assert not result.notes
     assert result.cases[0].leaves[0].reference_error > 0
     assert not verify(model, lambda x: model(x) * (1 + 1e-4), (x,)).ok
+
+
+def test_experts_get_their_float64_run() -> None:
+    if not hasattr(F, "grouped_mm"):
+        pytest.skip("this torch has no grouped product")
+    torch.manual_seed(0)
+    x, weight, offs = torch.randn(16, 32), torch.randn(3, 32, 16), torch.tensor([4, 4, 16], dtype=torch.int32)
+
+    def experts(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return F.grouped_mm(x, weight, offs=offs)
+
+    def by_hand(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x[:4] @ weight[0], x[4:] @ weight[2]])
+
+    result = verify(experts, by_hand, (x, weight, offs))
+    assert result.ok, result
+    assert not result.notes
+    assert result.cases[0].leaves[0].reference_error < 1e-5
+    assert not verify(experts, lambda x, w, o: x @ w[0], (x, weight, offs)).ok
 
 
 def test_a_model_that_cannot_run_in_float64_is_held_to_a_fixed_bound() -> None:

@@ -128,8 +128,8 @@ def _leaf(
 def _value(name: str, wanted: object, found: object) -> Leaf:
     kind = (wanted.cls if isinstance(wanted, Opaque) else type(wanted)).__name__
     if type(wanted) is not type(found):
-        problem = f"is a {type(found).__name__} where the reference gives a {kind}"
-        return Leaf(name, False, kind, problem=problem, candidate_error=math.inf)
+        other = f"is a {type(found).__name__} where the reference gives a {kind}"
+        return Leaf(name, False, kind, problem=other, candidate_error=math.inf)
     if isinstance(wanted, Opaque) and isinstance(found, Opaque):
         right = same_class(wanted.cls, found.cls)
     else:

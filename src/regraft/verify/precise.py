@@ -43,6 +43,8 @@ class InPrecision(TorchDispatchMode):
         names = {schema.arguments[i].name for i in written}
         args = tuple(a if bits or i in written else self._convert(a) for i, a in enumerate(args))
         kwargs = {k: v if bits or k in names else self._convert(v) for k, v in kwargs.items()}
+        if func is torch.ops.aten._grouped_mm.default and self.dtype == torch.float64:
+            return _grouped_mm(*args, **kwargs)
         result = func(*args, **kwargs)
         if bits or any(r.alias_info is not None for r in schema.returns):
             return result
@@ -57,6 +59,24 @@ class InPrecision(TorchDispatchMode):
         if isinstance(value, torch.Tensor) and target(value.dtype, self.dtype) != value.dtype:
             return value.to(target(value.dtype, self.dtype))
         return value
+
+
+def _grouped_mm(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The experts' matrix product, which torch has no float64 kernel for: rows up to `offs[i]` meet matrix i."""
+    if offs is None or left.dim() != 2 or right.dim() != 3 or bias is not None:
+        return torch._grouped_mm(left, right, offs=offs, bias=bias, out_dtype=out_dtype)
+    result = left.new_zeros(left.shape[0], right.shape[-1])  # rows beyond the last group belong to no expert
+    start = 0
+    for end, matrix in zip(offs.tolist(), right, strict=True):
+        result[start:end] = left[start:end] @ matrix
+        start = end
+    return result
 
 
 def target(dtype: torch.dtype, precision: torch.dtype) -> torch.dtype:

@@ -100,23 +100,20 @@ def _buffers_kept(model: Callable[..., Any] | None) -> Iterator[None]:
         yield
         return
     kept = [
-        (owner, name, buffer, _version(buffer), buffer.clone())
+        (owner, name, buffer, buffer.clone())
         for owner in model.modules()
         for name, buffer in owner._buffers.items()
-        if buffer is not None and not buffer.is_meta
+        if buffer is not None and unsupported(buffer) is None
     ]
     try:
         yield
     finally:
-        for owner, name, buffer, version, values in kept:
+        for owner, name, buffer, values in kept:
             owner._buffers[name] = buffer
-            if _version(buffer) != version:
+            # By value: native batch norm writes its statistics without raising the tensor's version.
+            if not torch.equal(buffer, values):
                 with torch.no_grad():
                     buffer.copy_(values)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _detach_from_buffers(output: Tree, model: Callable[..., Any]) -> None:

@@ -109,7 +109,9 @@ def _remarks(reference: Callable[..., Any], candidate: Callable[..., Any]) -> It
             "reference and candidate are one object; a transformation works in place, so keep the model it was traced "
             "from, or a copy.deepcopy, as the reference"
         )
-    both = isinstance(reference, nn.Module) and isinstance(candidate, nn.Module)
+    # A graph from torch.export has the flag set and reads it nowhere.
+    plain = isinstance(reference, nn.Module) and not isinstance(reference, fx.GraphModule)
+    both = plain and isinstance(candidate, nn.Module)
     if both and reference.training and not candidate.training:  # type: ignore[attr-defined]
         yield "the reference is in training mode and the candidate is not; call .eval() on the reference"
 
