@@ -155,6 +155,10 @@ def _own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     copies: dict[int, nn.Module] = {}
 
     def own(child: nn.Module | None) -> nn.Module | None:
+        if isinstance(child, torch.fx.GraphModule):
+            if id(child) not in copies:
+                copies[id(child)] = GraphModule.__copy__(child)  # type: ignore[arg-type]
+            return copies[id(child)]
         if child is None or type(child) is not nn.Module:
             return child
         if id(child) not in copies:

@@ -85,9 +85,9 @@ def record_graph(graph: Graph) -> GraphRecord:
             args, kwargs = _portable_arguments(node, positions)
         except (ValueError, TypeError) as error:
             raise ValueError(f"the node {node.name} ({node.op}) cannot be saved: {error}") from error
-        meta = {key: kept for key, value in node.meta.items() for kept in _kept(value)}
-        records.append(NodeRecord(node.name, node.op, target, args, kwargs, _first(_kept(node.type)), meta))
-    extras = {key: _first(_kept(value)) for key, value in fx_private.graph_extras(graph).items()}
+        meta = {key: item for key, value in node.meta.items() for item in kept(value)}
+        records.append(NodeRecord(node.name, node.op, target, args, kwargs, _first(kept(node.type)), meta))
+    extras = {key: _first(kept(value)) for key, value in fx_private.graph_extras(graph).items()}
     extras["_co_fields"] = extras["_co_fields"] or {}
     return GraphRecord(records, fx_private.codegen_of(graph), extras, fx_private.names_in_use(graph))
 
@@ -97,7 +97,7 @@ def build_graph(record: GraphRecord) -> Graph:
     graph = Graph()
     nodes: list[Node] = []
     for entry in record.nodes:
-        args, kwargs = _resolved(entry.args, nodes), _resolved(entry.kwargs, nodes)
+        args, kwargs = resolved(entry.args, nodes), resolved(entry.kwargs, nodes)
         node = fx_private.append_node(graph, entry.op, entry.target, args, kwargs, entry.name, entry.type)
         node.meta = entry.meta
         nodes.append(node)
@@ -136,21 +136,21 @@ def _mapped(arguments: tuple[Any, Any], replace: Callable[[Node], Any]) -> tuple
 
 def _portable_arguments(node: Node, positions: dict[Node, int]) -> tuple[Any, Any]:
     args, kwargs = _mapped((node.args, node.kwargs), lambda used: NodeReference(positions[used]))
-    return _plain(args), _plain(kwargs)
+    return plain(args), plain(kwargs)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Arguments without fx's immutable containers, which pickle slowly, and with slices taken apart."""
     if isinstance(value, slice):
-        return _Slice(*(_plain(part) for part in (value.start, value.stop, value.step)))
+        return _Slice(*(plain(part) for part in (value.start, value.stop, value.step)))
     if isinstance(value, list):
-        return [_plain(part) for part in value]
+        return [plain(part) for part in value]
     if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
+        return {key: plain(part) for key, part in value.items()}
     if type(value) is tuple:
-        return tuple(_plain(part) for part in value)
+        return tuple(plain(part) for part in value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_plain(part) for part in value))
+        return type(value)(*(plain(part) for part in value))
     if callable(value) and not isinstance(value, torch.Tensor):
         return PortableCallable(value)
     return portable(value)
@@ -165,22 +165,23 @@ class _Slice:
     step: Any
 
 
-def _resolved(value: Any, nodes: list[Node]) -> Any:
+def resolved(value: Any, nodes: list[Node]) -> Any:
+    """What `plain` made of arguments, with the nodes in the place of references, and slices again."""
     if isinstance(value, NodeReference):
         return nodes[value.position]
     if isinstance(value, _Slice):
-        return slice(*(_resolved(part, nodes) for part in (value.start, value.stop, value.step)))
+        return slice(*(resolved(part, nodes) for part in (value.start, value.stop, value.step)))
     if isinstance(value, list):
-        return [_resolved(part, nodes) for part in value]
+        return [resolved(part, nodes) for part in value]
     if isinstance(value, dict):
-        return {key: _resolved(part, nodes) for key, part in value.items()}
+        return {key: resolved(part, nodes) for key, part in value.items()}
     if isinstance(value, tuple):
-        parts = [_resolved(part, nodes) for part in value]
+        parts = [resolved(part, nodes) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     return value
 
 
-def _kept(value: Any) -> tuple[Any, ...]:
+def kept(value: Any) -> tuple[Any, ...]:
     """The value in a form that pickle saves, or nothing where there is none: meta is advice, weights are not in it."""
     if isinstance(value, _PLAIN):
         return (value,)

@@ -1,0 +1,259 @@
+"""The only code that changes a graph module; every change is journalled, so nobody writes a reverse.
+
+An `Edit` is the transaction of one site: it either happens wholly or leaves no trace.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from regraft.core.journal import SiteRecord, WeightRecord
+from regraft.core.query import Facts
+from regraft.core.reversal import Reversal
+from regraft.core.states import MARKS, Changes, Key, Recorder, Slot, write_slot
+from regraft.core.vocabulary import Call, Weight, attribute
+from regraft.core.weights import Derivation
+
+Derived = tuple[Derivation, Sequence[Weight]]
+"""A weight to be made: how, and from which weights."""
+
+
+class Edit:
+    """The edits of one site.
+
+    Args:
+        facts: What is known of the graph module; kept up to date.
+        path: The path of the graph module that is edited, below the root.
+        orders: The journal's orders, to which the tables that are touched are added.
+        mark: The signature with which new and changed nodes are marked.
+        dry: Make the new weights on the meta device: the graph as it would become, without the memory.
+    """
+
+    def __init__(self, facts: Facts, path: str, orders: dict[Key, list[str]], mark: str, dry: bool = False) -> None:
+        self.owner = facts.graphs[path]
+        self._facts = facts
+        self._path = path
+        self._mark = mark
+        self._dry = dry
+        self._recorder = Recorder(facts.root, orders)
+        self._erased: set[Node] = set()
+        self._weights: list[WeightRecord] = []
+
+    # Nodes.
+
+    def replace(self, node: Node, target: Any, *args: Any, **kwargs: Any) -> None:
+        """`node` computes `target(*args, **kwargs)` from now on. Its name and its users stay."""
+        self._rewrite(node, "call_function", target, args, kwargs)
+
+    def replace_with_module(self, node: Node, name: str, *args: Any) -> None:
+        """`node` calls the module `name` from now on. Its name and its users stay."""
+        self._rewrite(node, "call_module", name, args, {})
+
+    def insert(self, before: Node, target: Any, *args: Any, name: str | None = None, **kwargs: Any) -> Node:
+        """A new node that computes `target(*args, **kwargs)`, placed before `before`."""
+        node = self._create(before, "call_function", target, args, kwargs, name)
+        self._infer(node)
+        return node
+
+    def insert_module(self, before: Node, module: str, *args: Any, value: Tensor | None = None) -> Node:
+        """A new node that calls the module `module`; `value` is the fake tensor of its result, where known."""
+        node = self._create(before, "call_module", module, args, {}, module.replace(".", "_"))
+        if value is not None:
+            node.meta["val"] = value
+        return node
+
+    def insert_weight(self, before: Node, name: str) -> Node:
+        """A new node that reads the parameter or buffer `name`."""
+        return self._create(before, "get_attr", name, (), {}, name.replace(".", "_"))
+
+    def redirect(self, old: Node, new: Node) -> None:
+        """Whoever reads `old` reads `new` from now on."""
+        for user in list(old.users):
+            self._recorder.node(self._path, user)
+        old.replace_all_uses_with(new, propagate_meta=False)
+
+    def erase(self, node: Node) -> None:
+        """Remove `node`, which nobody reads any more."""
+        self._recorder.erased_node(self._path, node)
+        self._facts.forget(node, self.owner)
+        self._erased.add(node)
+        self.owner.graph.erase_node(node)
+
+    def follow(self, node: Node, value: Node) -> None:
+        """Tell the oracle that `node` stands for `value`, whose memory it may share."""
+        self._facts.follow(node, value)
+
+    # Modules and weights.
+
+    def put_module(self, name: str, like: nn.Module, weights: dict[str, Derived | None], **attributes: Any) -> None:
+        """Put a module of the type of `like` under `name`: its settings, and newly made weights.
+
+        Args:
+            name: The qualified name, in the graph module that is edited. What stood there is kept for undo.
+            like: A module whose class and settings the new one takes over. It is not changed.
+            weights: For each parameter, how it is made and from what; None for no such parameter.
+            attributes: Settings of the new module that differ from those of `like`.
+        """
+        module = clone_module(like)
+        for key, derived in weights.items():
+            module._parameters[key] = self._derive(f"{name}.{key}", derived) if derived is not None else None
+        for key, value in attributes.items():
+            setattr(module, key, value)
+        self._write(name, Slot("_modules", module))
+
+    def put_buffer(self, name: str, derived: Derived) -> None:
+        """Put a newly made buffer under `name`; it is not saved in the state dict unless its source was."""
+        self._write(name, Slot("_buffers", self._derive(name, derived).detach(), persistent=False))
+
+    def free_name(self, name: str) -> str:
+        """`name`, or `name_1`, ... where it is taken."""
+        candidate, number = name, 0
+        while attribute(self.owner, candidate) is not None:
+            number += 1
+            candidate = f"{name}_{number}"
+        return candidate
+
+    def discard(self, call: Call) -> None:
+        """Let go of the module and the weights that `call` used, as far as no node reads them any more."""
+        if call.module is not None:
+            name = self._name_of(call)
+            if name is not None and self._facts.unread(call.module):
+                self._write(name, None)
+            return
+        for value in call.arguments.values():
+            if isinstance(value, Node) and value.op == "get_attr" and value not in self._erased and not value.users:
+                self.discard_weight(value)
+
+    def discard_weight(self, reader: Node) -> None:
+        """Erase a `get_attr` node that nobody reads, and its tensor, if no other node reads that."""
+        tensor, target = attribute(self.owner, str(reader.target)), str(reader.target)
+        self.erase(reader)
+        if self._facts.unread(tensor):
+            self._write(target, None)
+
+    # The transaction.
+
+    @property
+    def erased(self) -> set[Node]:
+        """The nodes that are gone."""
+        return self._erased
+
+    def commit(self, number: int, where: str, sentence: str, consume: bool = False) -> SiteRecord:
+        """The site as the journal keeps it."""
+        changes = self._recorder.changes(self._erased)
+        if consume:
+            changes = _consumed(changes)
+        training = {
+            _join(*key): new.value.training
+            for key, (_, new) in changes.slots.items()
+            if new is not None and isinstance(new.value, nn.Module)
+        }
+        return SiteRecord(number, where, sentence, changes, self._weights, training)
+
+    def rollback(self) -> None:
+        """As if nothing had been done."""
+        changes = self._recorder.changes(self._erased)
+        Reversal(self._facts.root, changes, self._recorder.orders, set()).apply()
+
+    # Inside.
+
+    def _create(self, before: Node, op: str, target: Any, args: Any, kwargs: Any, name: str | None) -> Node:
+        with self.owner.graph.inserting_before(before):
+            node = self.owner.graph.create_node(op, target, args, kwargs, name=name)
+        self._recorder.new_node(self._path, node)
+        for key in ("nn_module_stack", "stack_trace"):
+            if key in before.meta:
+                node.meta[key] = before.meta[key]
+        self._facts.note(node, self.owner)
+        _mark(node, self._mark)
+        return node
+
+    def _rewrite(self, node: Node, op: str, target: Any, args: Any, kwargs: Any) -> None:
+        self._recorder.node(self._path, node)
+        self._facts.forget(node, self.owner)
+        node.op, node.target = op, target
+        node.args, node.kwargs = args, kwargs
+        self._facts.note(node, self.owner)
+        _mark(node, self._mark)
+
+    def _infer(self, node: Node) -> None:
+        """The fake result of a new function call, where the fake arguments are known."""
+        missing = [n for n in node.all_input_nodes if "val" not in n.meta]
+        if missing:
+            return
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        node.meta["val"] = cast(Any, node.target)(*args, **kwargs)
+
+    def _derive(self, target: str, derived: Derived) -> nn.Parameter:
+        derivation, sources = derived
+        tensors = [source.tensor.detach() for source in sources]
+        if self._dry:
+            tensors = [tensor.to("meta") for tensor in tensors]
+        with torch.no_grad():
+            value = derivation.compute(*tensors)
+        trainable = any(source.tensor.requires_grad for source in sources)
+        names = tuple(_join(self._path, source.name) for source in sources)
+        self._weights.append(WeightRecord(_join(self._path, target), names, derivation, trainable))
+        return nn.Parameter(value, requires_grad=trainable)
+
+    def _write(self, name: str, slot: Slot | None) -> None:
+        path, _, leaf = _join(self._path, name).rpartition(".")
+        parent = self._facts.root.get_submodule(path)
+        self._recorder.slot(path, leaf)
+        old = Slot.of(parent, leaf)
+        if old is not None:
+            self._facts.remove(_join(path, leaf), old.value)
+        write_slot(parent, leaf, slot)
+        if slot is not None:
+            self._facts.add(_join(path, leaf), slot.value)
+
+    def _name_of(self, call: Call) -> str | None:
+        """The name under which the call's module still stands; None where something new has taken its place."""
+        for path, owner in self._facts.graphs.items():
+            if path == self._path and attribute(owner, call.where) is call.module:
+                return call.where
+        return None
+
+
+def clone_module(module: nn.Module) -> nn.Module:
+    """A new module with the same class, settings, parameters and buffers, and tables of its own."""
+    clone = copy.copy(module)
+    for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        clone.__dict__[table] = copy.copy(module.__dict__[table])
+    return clone
+
+
+def _mark(node: Node, signature: str) -> None:
+    node.meta[MARKS] = node.meta.get(MARKS, frozenset()) | {signature}
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _consumed(changes: Changes) -> Changes:
+    """The changes with the original weights let go: only their shapes, dtypes and settings stay."""
+    slots: dict[Key, tuple[Slot | None, Slot | None]] = {}
+    for key, (old, new) in changes.slots.items():
+        if old is not None and isinstance(old.value, nn.Module):
+            shell = clone_module(old.value)
+            for table in (shell._parameters, shell._buffers):
+                table.update({name: _shell(tensor) for name, tensor in table.items()})
+            old = Slot(old.kind, shell, old.persistent)
+        elif old is not None and isinstance(old.value, Tensor):
+            old = Slot(old.kind, _shell(old.value), old.persistent)
+        slots[key] = (old, new)
+    return Changes(changes.nodes, slots, changes.anchors)
+
+
+def _shell(tensor: Any) -> Any:
+    if not isinstance(tensor, Tensor):
+        return tensor
+    empty = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

@@ -1,0 +1,208 @@
+"""Which nodes write into a value that others read: in-place functions, methods and modules, `out=`, views and aliases.
+
+Where nothing is known of an operation it is taken to return an alias of its arguments; an unknown module may also write
+into them. That errs towards refusing, and costs nothing in graphs that never write in place.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from regraft.core.vocabulary import attribute
+
+_WRITING_OPERATORS = {operator.setitem, operator.delitem} | {
+    getattr(operator, name) for name in dir(operator) if name.startswith("i") and hasattr(operator, f"__{name}__")
+} - {operator.inv, operator.invert, operator.index, operator.indexOf, operator.is_, operator.is_not}
+_FRESH_OPERATORS = {
+    getattr(operator, name)
+    for name in [
+        "add",
+        "sub",
+        "mul",
+        "truediv",
+        "floordiv",
+        "mod",
+        "pow",
+        "neg",
+        "pos",
+        "abs",
+        "matmul",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "and_",
+        "or_",
+        "xor",
+        "invert",
+        "inv",
+        "not_",
+    ]
+}
+_ALIASING_MODULES = (nn.Identity, nn.Flatten, nn.Unflatten)
+
+
+def writes(node: Node, owner: GraphModule) -> list[Node]:
+    """The arguments of `node` whose memory it writes."""
+    if node.op == "call_method":
+        name = str(node.target)
+        in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
+        return _nodes(node.args[:1]) if in_place else []
+    if node.op == "call_module":
+        return node.all_input_nodes if _module_writes(attribute(owner, str(node.target))) else []
+    if node.op != "call_function" or not callable(node.target):
+        return []
+    if isinstance(node.target, torch._ops.OpOverload):
+        return _written_by_schema(node, node.target)
+    written = _nodes((node.kwargs.get("out"),))
+    name = getattr(node.target, "__name__", "")
+    if node.target in _WRITING_OPERATORS or (
+        name.endswith("_") and not name.endswith("__") and node.target not in _FRESH_OPERATORS
+    ):
+        written += _nodes(node.args[:1])
+    elif _argument(node, "inplace"):
+        written += _nodes((*node.args[:1], node.kwargs.get("input")))
+    return written
+
+
+def _written_by_schema(node: Node, overload: torch._ops.OpOverload) -> list[Node]:
+    values: list[Any] = []
+    for position, argument in enumerate(overload._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            values.append(node.kwargs.get(argument.name, node.args[position] if position < len(node.args) else None))
+    return _nodes(tuple(values))
+
+
+def _module_writes(module: Any) -> bool:
+    if isinstance(module, GraphModule):
+        return any(writes(node, module) for node in module.graph.nodes)
+    if getattr(module, "inplace", False) is True:
+        return True
+    return not type(module).__module__.startswith(("torch.nn.modules", "torch.ao.nn", "torch.nn.utils"))
+
+
+def may_alias(node: Node, owner: GraphModule) -> bool:
+    """Whether the result of `node` may share memory with one of its arguments."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return False
+    if node.op == "call_module":
+        module = attribute(owner, str(node.target))
+        return isinstance(module, _ALIASING_MODULES) or "Dropout" in type(module).__name__ or _module_writes(module)
+    if node.target in _FRESH_OPERATORS:
+        return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        return _returns_alias(node.target)
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return bool(writes(node, owner)) or _named_op_aliases(name.removeprefix("__").removesuffix("__"))
+
+
+@cache
+def _named_op_aliases(name: str) -> bool:
+    """By the ATen schemas of that name; an operation without one, and dropout, which may return its input, do."""
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+    if packet is None or "dropout" in name:
+        return True
+    return any(_returns_alias(getattr(packet, overload)) for overload in packet.overloads() if overload != "out")
+
+
+@cache
+def _returns_alias(overload: torch._ops.OpOverload) -> bool:
+    return any(result.alias_info is not None for result in overload._schema.returns) or "dropout" in overload.name()
+
+
+@cache
+def _signature(function: Callable[..., Any]) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return ()
+
+
+def _argument(node: Node, name: str) -> Any:
+    """The argument `name` of a call of a Python function, however it was given."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    if not callable(node.target):
+        return None
+    names = _signature(node.target)
+    return node.args[names.index(name)] if name in names and names.index(name) < len(node.args) else None
+
+
+def _nodes(values: tuple[Any, ...] | Any) -> list[Node]:
+    found: list[Node] = []
+    torch.fx.node.map_arg(tuple(v for v in values if v is not None), found.append)
+    return found
+
+
+class Mutations:
+    """Every write in one graph, by the memory it may reach.
+
+    Built in one pass over the graph; a graph without a write costs that pass and nothing else.
+    """
+
+    def __init__(self, owner: GraphModule) -> None:
+        self.owner = owner
+        self._parent: dict[Node, Node] = {}
+        self._writes: dict[Node, list[Node]] = {}
+        written = [(node, targets) for node in owner.graph.nodes if (targets := writes(node, owner))]
+        if not written:
+            return
+        self._unite_aliases()
+        for node, targets in written:
+            for root in {self._root(target) for target in targets}:
+                self._writes.setdefault(root, []).append(node)
+
+    def __bool__(self) -> bool:
+        return bool(self._writes)
+
+    def of(self, value: Node) -> list[Node]:
+        """The nodes that may write into the memory of `value`, in order."""
+        if not self._writes:
+            return []
+        return self._writes.get(self._root(value), [])
+
+    def between(self, value: Node, first: Node, last: Node) -> Node | None:
+        """A node after `first` and before `last` that may write into `value`."""
+        found = self.of(value)
+        position = bisect_right(found, first)
+        return found[position] if position < len(found) and found[position] < last else None
+
+    def follow(self, node: Node, value: Node) -> None:
+        """A rewrite has made `node`, whose result lies in the memory of `value`, or is `value` computed anew."""
+        if self._writes:
+            self._parent[self._root(node)] = self._root(value)
+
+    def _unite_aliases(self) -> None:
+        inputs: Node | None = None
+        for node in self.owner.graph.nodes:
+            if node.op == "placeholder":  # a caller may pass one tensor twice
+                inputs = inputs or node
+                self._parent[node] = self._root(inputs)
+            elif may_alias(node, self.owner):
+                for argument in node.all_input_nodes:
+                    self._parent[self._root(argument)] = self._root(node)
+
+    def _root(self, node: Node) -> Node:
+        path = []
+        while (parent := self._parent.get(node, node)) is not node:
+            path.append(node)
+            node = parent
+        for seen in path:
+            self._parent[seen] = node
+        return node
+
+
+def mutating_nodes(owner: GraphModule) -> Iterator[Node]:
+    """The nodes of a graph that write into a value."""
+    return (node for node in owner.graph.nodes if writes(node, owner))

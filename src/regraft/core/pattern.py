@@ -1,0 +1,93 @@
+"""What to look for: where a rewrite begins.
+
+A pattern yields candidate sites in the order of the graph, in one pass. Whether a candidate is rewritten is for the
+rule's `require` to say, so that what is not rewritten has a reason.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch.fx import GraphModule, Node
+
+from regraft.core.vocabulary import Call, Operation, read
+
+
+@dataclass(frozen=True, eq=False)
+class Match:
+    """A candidate site: the calls that the pattern found, in the order of the graph."""
+
+    owner: GraphModule
+    calls: tuple[Call, ...]
+
+    @property
+    def call(self) -> Call:
+        """The first call; the only one of a pattern that looks for single calls."""
+        return self.calls[0]
+
+    @property
+    def where(self) -> str:
+        """The site's place in the model: the calls' common module, or the one call."""
+        if len(self.calls) == 1:
+            return self.call.where
+        paths = [call.where.split(".") for call in self.calls]
+        common = []
+        for parts in zip(*paths, strict=False):
+            if len(set(parts)) > 1:
+                break
+            common.append(parts[0])
+        return ".".join(common) or " + ".join(call.where for call in self.calls)
+
+    def producer(self, value: object) -> Call | None:
+        """The call that computes `value`, if it is a known operation."""
+        return read(value, self.owner)
+
+
+class Pattern(ABC):
+    """Finds candidate sites."""
+
+    @abstractmethod
+    def candidates(self, owner: GraphModule) -> Iterator[tuple[Node, ...]]:
+        """The nodes of each candidate, found before anything is edited."""
+
+    def match(self, owner: GraphModule, nodes: tuple[Node, ...]) -> Match | None:
+        """The candidate as it stands when its turn comes; None where earlier edits have done away with it."""
+        calls = [call for node in nodes if (call := read(node, owner)) is not None]
+        return Match(owner, tuple(calls)) if len(calls) == len(nodes) else None
+
+
+@dataclass(frozen=True)
+class Calls(Pattern):
+    """Every call of one of the operations."""
+
+    operations: tuple[Operation, ...]
+
+    def __init__(self, *operations: Operation) -> None:
+        object.__setattr__(self, "operations", operations)
+
+    def candidates(self, owner: GraphModule) -> Iterator[tuple[Node, ...]]:
+        for node in list(owner.graph.nodes):
+            call = read(node, owner)
+            if call is not None and call.operation in self.operations:
+                yield (node,)
+
+    def match(self, owner: GraphModule, nodes: tuple[Node, ...]) -> Match | None:
+        match = super().match(owner, nodes)
+        return match if match is not None and match.call.operation in self.operations else None
+
+
+@dataclass(frozen=True)
+class Siblings(Pattern):
+    """Groups of two or more calls of one operation on the same input."""
+
+    operation: Operation
+
+    def candidates(self, owner: GraphModule) -> Iterator[tuple[Node, ...]]:
+        groups: dict[Node, list[Node]] = {}
+        for node in owner.graph.nodes:
+            call = read(node, owner)
+            if call is not None and call.operation is self.operation and isinstance(call["input"], Node):
+                groups.setdefault(call.input, []).append(node)
+        yield from (tuple(nodes) for nodes in groups.values() if len(nodes) > 1)

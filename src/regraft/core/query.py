@@ -1,0 +1,452 @@
+"""The safety oracle: every question that a rule may ask before it edits.
+
+Each question is a method of `Facts` whose answer is None where all is well, and else a sentence that names the module,
+the fact and the cure; a rule hands the answers to `require`. No rule answers a question of its own.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.nn.utils import parametrize
+
+from regraft.core.errors import Refused
+from regraft.core.mutation import Mutations, writes
+from regraft.core.vocabulary import Call, Weight, attribute
+
+Answer = str | None
+"""None where a condition holds, else the sentence that says what does not."""
+
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+_STRIDE_METHODS = {
+    "view",
+    "view_as",
+    "as_strided",
+    "as_strided_",
+    "stride",
+    "is_contiguous",
+    "data_ptr",
+    "storage_offset",
+}
+_STRIDE_FUNCTIONS = {
+    torch.as_strided,
+    torch.ops.aten.view.default,
+    torch.ops.aten.as_strided.default,
+    torch.view_as_complex,
+}
+_SHAPE_READS = {"size", "dim", "ndimension", "numel", "__len__"}
+
+
+def require(*answers: Answer) -> None:
+    """Refuse the site unless every answer is None.
+
+    Args:
+        answers: What the questions of `Facts`, or `that`, have said.
+
+    Raises:
+        Refused: with all the sentences; the engine records it, and the site stays as it was.
+    """
+    sentences = [answer for answer in answers if answer is not None]
+    if sentences:
+        raise Refused("; ".join(dict.fromkeys(sentences)))
+
+
+def that(condition: bool, sentence: str) -> Answer:
+    """A condition of a rule's own: None where it holds, else `sentence`."""
+    return None if condition else sentence
+
+
+class Facts:
+    """What is known of a graph module, its nested graph modules included.
+
+    Args:
+        root: The graph module that is being rewritten.
+    """
+
+    def __init__(self, root: GraphModule) -> None:
+        self.root = root
+        self.graphs = _graphs(root)
+        self._paths: dict[int, list[str]] = {}
+        self._readers: dict[int, set[Node]] = {}
+        self._names: dict[int, list[str]] = {}
+        self._mutations = {path: Mutations(owner) for path, owner in self.graphs.items()}
+        self._roundings: dict[int, dict[Node, Node]] = {}
+        self._path_of = {id(owner.graph): path for path, owner in self.graphs.items()}
+        for name, module in root.named_modules(remove_duplicate=False):
+            self._register(name, module)
+        for owner in self.graphs.values():
+            for node in owner.graph.nodes:
+                self.note(node, owner)
+
+    # What changes while rules edit: the editor keeps these up to date.
+
+    def note(self, node: Node, owner: GraphModule) -> None:
+        """`node` reads a module or a weight."""
+        if node.op in ("call_module", "get_attr"):
+            self._readers.setdefault(id(attribute(owner, str(node.target))), set()).add(node)
+
+    def forget(self, node: Node, owner: GraphModule) -> None:
+        """`node` no longer reads what it read."""
+        if node.op in ("call_module", "get_attr"):
+            self._readers.get(id(attribute(owner, str(node.target))), set()).discard(node)
+
+    def add(self, name: str, value: Any) -> None:
+        """The module or tensor `value` now stands under the qualified `name`."""
+        if isinstance(value, nn.Module):
+            for prefix, module in value.named_modules(prefix=name, remove_duplicate=False):
+                self._register(prefix, module)
+        elif value is not None:
+            self._names.setdefault(id(value), []).append(name)
+
+    def remove(self, name: str, value: Any) -> None:
+        """The module or tensor `value` no longer stands under `name`."""
+        if isinstance(value, nn.Module):
+            for prefix, module in value.named_modules(prefix=name, remove_duplicate=False):
+                _drop(self._paths, module, prefix)
+                for key, tensor in _tensors(module):
+                    _drop(self._names, tensor, f"{prefix}.{key}")
+        elif value is not None:
+            _drop(self._names, value, name)
+
+    def follow(self, node: Node, value: Node) -> None:
+        """See `Mutations.follow`."""
+        self._mutations[self._path_of[id(node.graph)]].follow(node, value)
+
+    def _register(self, name: str, module: nn.Module) -> None:
+        self._paths.setdefault(id(module), []).append(name)
+        for key, tensor in _tensors(module):
+            self._names.setdefault(id(tensor), []).append(f"{name}.{key}" if name else key)
+
+    # The questions.
+
+    def alone(self, call: Call) -> Answer:
+        """The module is called once and has one name; its weights are read by it alone and tied to nothing."""
+        if call.module is not None:
+            paths, readers = self._paths.get(id(call.module), []), self._readers.get(id(call.module), set())
+            if len(readers) > 1:
+                return f"{call.where} is called {len(readers)} times, and a rewrite of one call would change the others"
+            if len(paths) > 1:
+                return f"{call.where} is registered under several names ({', '.join(paths)}); give each its own copy"
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            weight = call.weight(name)
+            if weight is not None and (answer := self._untied(call, weight.tensor, weight.node)):
+                return answer
+        return None
+
+    def _untied(self, call: Call, tensor: Tensor, reader: Node | None) -> Answer:
+        names = self._names.get(id(tensor), [])
+        if len(names) > 1:
+            return f"{names[0]} is tied to {' and '.join(names[1:])}; untie them, or leave {call.where} as it is"
+        readers = self._readers.get(id(tensor), set()) - {reader}
+        if readers:
+            return f"{names[0] if names else call.where} is also read by node {next(iter(readers)).name!r}"
+        if reader is not None and len(reader.users) > 1:
+            return f"{reader.target} is read by {len(reader.users)} nodes"
+        return None
+
+    def plain(self, call: Call) -> Answer:
+        """Nothing but `torch.nn`'s own computation happens in the call, on ordinary tensors."""
+        module = call.module
+        if module is not None and (answer := _plain_module(call.where, module)):
+            return answer
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            if call.computed(name):
+                return f"the {name} of {call.where} is computed by the graph, not a parameter or a buffer"
+            weight = call.weight(name)
+            if weight is not None and (answer := _plain_tensor(weight.name, weight.tensor)):
+                return answer
+            if weight is not None and weight.node is not None and (w := self.mutations(weight.node).of(weight.node)):
+                return f"{weight.name} is written in the graph by node {w[0].name!r}"
+        return None
+
+    def agree(self, tensors: Sequence[tuple[str, Tensor]]) -> Answer:
+        """The named tensors have one dtype, one device, and are all trainable or all frozen."""
+        first_name, first = tensors[0]
+        for name, tensor in tensors[1:]:
+            if tensor.dtype != first.dtype:
+                return f"{first_name} is {_dtype(first)} and {name} is {_dtype(tensor)}; convert the model to one dtype"
+            if tensor.device != first.device and not (tensor.is_meta or first.is_meta):
+                return f"{first_name} is on {first.device} and {name} on {tensor.device}; move the model to one device"
+            if tensor.requires_grad != first.requires_grad:
+                frozen, trainable = (name, first_name) if first.requires_grad else (first_name, name)
+                return f"{frozen} is frozen and {trainable} is trainable; one parameter cannot be both"
+        return None
+
+    def evaluating(self, call: Call) -> Answer:
+        """The call is in evaluation mode, and so has one fixed result."""
+        training = call.module.training if call.module is not None else bool(call["training"])
+        return f"{call.where} is in training mode; call .eval() on the model first" if training else None
+
+    def only_user(self, value: Node, user: Node) -> Answer:
+        """`value` is read by `user` alone; those who ask only for its shape don't count."""
+        others = [n for n in value.users if n is not user and not reads_shape_only(n)]
+        if others:
+            return f"the result of {_label(value)} is also used by node {others[0].name!r}"
+        return None
+
+    def unchanged(self, value: Node, first: Node, last: Node) -> Answer:
+        """Nothing writes into `value` between `first` and `last`."""
+        start, end = (first, last) if first < last else (last, first)
+        writer = self.mutations(value).between(value, start, end)
+        if writer is not None:
+            return f"node {writer.name!r} changes {value.name!r} in place between {start.name!r} and {end.name!r}"
+        return None
+
+    def untouched(self, value: Node) -> Answer:
+        """Nothing ever writes into `value`."""
+        written = self.mutations(value).of(value)
+        return f"node {written[0].name!r} changes {value.name!r} in place" if written else None
+
+    def in_place(self, node: Node) -> Answer:
+        """`node` itself writes into none of its arguments."""
+        owner = self.graphs[self._path_of[id(node.graph)]]
+        return f"node {node.name!r} works in place; use the out-of-place form" if writes(node, owner) else None
+
+    def strides_free(self, value: Node, width: int) -> Answer:
+        """No user of `value`, whose last axis has `width` elements, needs more than that axis to be contiguous."""
+        for user in value.users:
+            if _needs_strides(user, value, width):
+                return f"node {user.name!r} ({_target(user)}) needs {value.name!r} to be contiguous; use reshape there"
+        return None
+
+    def distinct(self, calls: Sequence[Call]) -> Answer:
+        """No two of the calls use the same weight."""
+        seen: set[int] = set()
+        for call in calls:
+            weight = call.weight("weight")
+            if weight is not None and id(weight.tensor) in seen:
+                return f"{call.where} is called twice on the same input"
+            seen.add(id(weight.tensor) if weight is not None else 0)
+        return None
+
+    def same_mode(self, calls: Sequence[Call]) -> Answer:
+        """The modules are all in training mode or all in evaluation mode."""
+        modes = {call.module.training for call in calls if call.module is not None}
+        return "some of the layers are in training mode and some are not" if len(modes) > 1 else None
+
+    def plain_tensor(self, weight: Weight) -> Answer:
+        """The tensor is an ordinary dense floating-point tensor."""
+        return _plain_tensor(weight.name, weight.tensor)
+
+    def tensor(self, value: Any) -> Answer:
+        """`value` is a tensor, and not a size or a number made of sizes."""
+        if not isinstance(value, Node):
+            return f"{value!r} is a number, not a tensor"
+        known = value.meta.get("val")
+        if known is not None:
+            return that(isinstance(known, Tensor), f"{value.name!r} is a {type(known).__name__}, not a tensor")
+        return f"{value.name!r} is made of sizes, not a tensor" if _made_of_sizes(value) else None
+
+    def smooth(self, node: Node) -> Answer:
+        """No result of `node` is rounded or compared, where a last bit can make a whole number's difference."""
+        rounding = self._rounded(node)
+        return f"the result of {node.name!r} is rounded or compared by node {rounding.name!r}" if rounding else None
+
+    def rank(self, node: Any) -> int | None:
+        """The number of axes of a value, where capture knows it."""
+        value = value_of(node)
+        return value.ndim if value is not None else None
+
+    def widened(self, node: Node, width: int) -> Tensor | None:
+        """A fake tensor like the result of `node`, with `width` elements in its last axis."""
+        value = value_of(node)
+        return value.new_empty((*value.shape[:-1], width)) if value is not None else None
+
+    def _rounded(self, node: Node) -> Node | None:
+        graph = id(node.graph)
+        if graph not in self._roundings:
+            found: dict[Node, Node] = {}
+            for reader in reversed(node.graph.nodes):
+                rounding = reader if _rounds(reader) else found.get(reader) if _passes_on(reader) else None
+                if rounding is not None:
+                    found |= dict.fromkeys(reader.all_input_nodes, rounding)
+            self._roundings[graph] = found
+        return self._roundings[graph].get(node)
+
+    def mutations(self, node: Node) -> Mutations:
+        """The writes in the graph of `node`."""
+        return self._mutations[self._path_of[id(node.graph)]]
+
+    def unread(self, value: Any) -> bool:
+        """No node reads this module or tensor."""
+        return not self._readers.get(id(value))
+
+
+def reads_shape_only(node: Node) -> bool:
+    """Whether `node` asks a tensor for its shape, dtype or device, and nothing else."""
+    if node.op == "call_method":
+        return node.target in _SHAPE_READS
+    if node.op == "call_function":
+        if node.target is getattr:
+            return node.args[1] in ("shape", "dtype", "device", "ndim")
+        return node.target in (torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default, len)
+    return False
+
+
+_ROUNDING = {"floor", "ceil", "round", "trunc", "fix", "int", "long", "short", "floordiv", "floor_divide", "remainder"}
+_ROUNDING |= {
+    "mod",
+    "fmod",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "bucketize",
+    "searchsorted",
+    "argmax",
+    "argmin",
+    "bool",
+}
+_SMOOTH = {
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "div",
+    "neg",
+    "abs",
+    "clamp",
+    "relu",
+    "min",
+    "max",
+    "pow",
+    "sqrt",
+    "exp",
+    "log",
+}
+_SMOOTH |= {"view", "reshape", "transpose", "permute", "getitem", "to", "float", "contiguous", "clone", "sum", "mean"}
+_SMOOTH |= {"type", "half", "double", "flatten", "squeeze", "unsqueeze", "expand", "add_", "mul_", "div_", "square"}
+
+
+def _rounds(node: Node) -> bool:
+    """Whether `node` turns a floating-point value into one that is not."""
+    if node.op not in ("call_function", "call_method") or reads_shape_only(node):
+        return False
+    value = value_of(node)
+    if value is not None and not value.dtype.is_floating_point and not value.dtype.is_complex:
+        return any((v := value_of(n)) is not None and v.dtype.is_floating_point for n in node.all_input_nodes)
+    if node.target in ("to", "type"):
+        dtypes = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.dtype)]
+        return any(not dtype.is_floating_point and not dtype.is_complex for dtype in dtypes)
+    return _target(node).strip("_") in _ROUNDING or node.kwargs.get("rounding_mode") is not None
+
+
+def _passes_on(node: Node) -> bool:
+    """Whether a last bit of the argument is about a last bit of the result: arithmetic and views."""
+    return node.op in ("call_function", "call_method") and _target(node) in _SMOOTH
+
+
+def _made_of_sizes(node: Node) -> bool:
+    """Whether a value is a size, or arithmetic on sizes, where capture has left no fake value."""
+    stack, seen = [node], set()
+    while stack:
+        current = stack.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        if reads_shape_only(current) or current.target in (int, float, len):
+            return True
+        if current.target in (operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv):
+            stack.extend(current.all_input_nodes)
+    return False
+
+
+def value_of(node: Any) -> Tensor | None:
+    """The fake tensor that stands for the result of `node`, where capture has left one."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return value if isinstance(value, Tensor) else None
+
+
+def _graphs(root: GraphModule) -> dict[str, GraphModule]:
+    """Every graph module in `root`, itself included, under its path."""
+    return {name: module for name, module in root.named_modules() if isinstance(module, GraphModule)}
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for table in (module._parameters, module._buffers):
+        for name, tensor in table.items():
+            if tensor is not None:
+                yield name, tensor
+
+
+def _drop(index: dict[int, list[str]], value: Any, name: str) -> None:
+    names = index.get(id(value), [])
+    if name in names:
+        names.remove(name)
+
+
+def _plain_module(where: str, module: nn.Module) -> Answer:
+    if any(getattr(module, hooks, None) for hooks in _HOOKS):
+        return f"{where} has hooks, which would be lost; remove them, or wrap the module instead"
+    if parametrize.is_parametrized(module):
+        return f"{where} is parametrized; call torch.nn.utils.parametrize.remove_parametrizations first"
+    if "forward" in module.__dict__:
+        return f"{where} has a forward of its own, set on the instance"
+    for name in ("weight", "bias"):
+        if isinstance(module.__dict__.get(name), Tensor):
+            return f"{where}.{name} is computed by pruning or weight norm; make it permanent first (prune.remove)"
+    return None
+
+
+def _plain_tensor(name: str, tensor: Tensor) -> Answer:
+    if type(tensor) not in (Tensor, nn.Parameter):
+        return f"{name} is a {type(tensor).__name__}, not an ordinary tensor"
+    if tensor.layout is not torch.strided:
+        return f"{name} is {str(tensor.layout).removeprefix('torch.')}, not dense"
+    if not tensor.dtype.is_floating_point:
+        return f"{name} is {_dtype(tensor)}, not floating point"
+    return None
+
+
+def _needs_strides(user: Node, value: Node, width: int) -> bool:
+    if user.op == "call_method" and user.target in _STRIDE_METHODS:
+        sizes = user.args[1:] if user.args and user.args[0] is value else ()
+    elif user.op == "call_function" and user.target in _STRIDE_FUNCTIONS:
+        sizes = user.args[1:2]
+    else:
+        return False
+    if user.target not in ("view", torch.ops.aten.view.default):
+        return True
+    return not _splits_last_axis(user, sizes, width)
+
+
+def _splits_last_axis(view: Node, sizes: Sequence[Any], width: int) -> bool:
+    """Whether a view only divides the last axis: its trailing sizes multiply to `width`."""
+    shape: Iterable[Any] = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (list, tuple, torch.Size)) else sizes
+    known = value_of(view)
+    if known is not None:
+        shape = tuple(known.shape)
+    product = 1
+    for size in reversed(list(shape)):
+        if not isinstance(size, int) or size < 1:
+            return False
+        product *= size
+        if product == width:
+            return True
+    return False
+
+
+def _label(node: Node) -> str:
+    return str(node.target) if node.op == "call_module" else repr(node.name)
+
+
+def _target(node: Node) -> str:
+    return (
+        str(node.target) if isinstance(node.target, str) else cast(str, getattr(node.target, "__name__", node.target))
+    )
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

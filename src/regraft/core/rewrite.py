@@ -1,0 +1,168 @@
+"""`Rewrite`, the easier way to write a transformation: a pattern, the conditions, the edit. It is always reversible."""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import abstractmethod
+from typing import ClassVar, final
+
+from torch.fx import GraphModule, Node
+
+from regraft.core.edit import Edit
+from regraft.core.errors import NothingApplied, Refused
+from regraft.core.history import lint_and_recompile, log_step, undo_steps
+from regraft.core.journal import Journal, Refusal, SiteRecord, Step
+from regraft.core.pattern import Match, Pattern
+from regraft.core.query import Facts
+from regraft.core.reversal import Reversal
+from regraft.core.states import Changes
+from regraft.core.transformation import ReversibleTransformation, add_step, expect_graph_module
+
+logger = logging.getLogger("regraft")
+
+
+class Rewrite(ReversibleTransformation):
+    """The easier way to write a transformation: a pattern, the conditions, the edit. Its reverse comes by itself.
+
+    Attributes:
+        pattern: Where to begin.
+
+    Example:
+        >>> import torch, regraft as rg
+        >>> from regraft.core.vocabulary import MULTIPLY
+        >>> class DropTimesOne(rg.Rewrite):
+        ...     preserves_computation = True
+        ...     pattern = rg.Calls(MULTIPLY)
+        ...     def rewrite(self, match, edit, facts):
+        ...         call = match.call
+        ...         rg.require(rg.that(call["other"] == 1, f"{call.where} does not multiply by one"))
+        ...
+        ...         edit.redirect(call.node, call.input)
+        ...         edit.erase(call.node)
+        ...         return "dropped times one"
+        >>> class Model(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return x * 1 + x * 2
+        >>> gm = rg.symbolic_trace(Model())
+        >>> print(DropTimesOne().explain(gm))
+        DropTimesOne: 1 applied, 1 refused
+          applied  mul    dropped times one
+          refused  mul_1  mul_1 does not multiply by one
+        >>> gm = DropTimesOne()(gm)
+        >>> [node.name for node in gm.graph.nodes]
+        ['x', 'mul_1', 'add', 'output']
+    """
+
+    pattern: ClassVar[Pattern]
+
+    @abstractmethod
+    def rewrite(self, match: Match, edit: Edit, facts: Facts) -> str:
+        """Rewrite one site: look up, `require`, then edit. Returns what was done, in a few words.
+
+        Raises:
+            Refused: by way of `require`; the site then stays as it was.
+        """
+
+    def __call__(
+        self,
+        graph_module: GraphModule,
+        lint_and_recompile: bool = True,
+        reverse: bool = False,
+        *,
+        strict: bool = False,
+        consume: bool = False,
+    ) -> GraphModule:
+        """Apply the rewrite at every site that allows it, or take it back.
+
+        Args:
+            graph_module: The graph module, which is changed in place; weights shared with other modules are not.
+            lint_and_recompile: As in `Transformation`.
+            reverse: Take back every application of a rewrite with this signature.
+            strict: Raise where no site can be rewritten.
+            consume: Let the original weights go, to save their memory. Re-arrangements can still be taken back; folds
+                cannot.
+
+        Raises:
+            NothingApplied: with `strict`, if nothing was rewritten; the message holds the reasons.
+            ReversalConflict: if later steps stand on what would be taken back; nothing is changed then.
+        """
+        gm = expect_graph_module(graph_module, self)
+        if reverse:
+            return self._take_back(gm, lint_and_recompile)
+        step = self._run(gm, lint_and_recompile, dry=False, consume=consume, strict=strict)
+        log_step(step)
+        return gm
+
+    @final
+    def transform(self, graph_module: GraphModule) -> GraphModule:
+        """Apply the rewrite, without compiling the code."""
+        return self(graph_module, lint_and_recompile=False)
+
+    @final
+    def reverse(self, graph_module: GraphModule) -> GraphModule:
+        """Take the rewrite back, without compiling the code."""
+        return self(graph_module, lint_and_recompile=False, reverse=True)
+
+    def steps_to_reverse(self, gm: GraphModule) -> list[Step]:
+        """Every step of a rewrite with this signature."""
+        return [step for step in Journal.of(gm).steps if step.signature == self.signature]
+
+    def rehearse(self, trial: GraphModule) -> None:
+        """See `Transformation.rehearse`."""
+        self._run(trial, compile_code=False, dry=True, consume=False, strict=False)
+
+    def _take_back(self, gm: GraphModule, compile_code: bool) -> GraphModule:
+        steps = self.steps_to_reverse(gm)
+        if not any(step.applied for step in steps):
+            logger.warning("%s: nothing to reverse, it was not applied to this graph", type(self).__name__)
+        undo_steps(gm, steps, compile_code)
+        return gm
+
+    def _run(self, gm: GraphModule, compile_code: bool, *, dry: bool, consume: bool, strict: bool) -> Step:
+        start = time.perf_counter()
+        journal = Journal.of(gm)
+        journal.settle(gm)
+        applied: list[SiteRecord] = []
+        refused: list[Refusal] = []
+        try:
+            self._visit(Facts(gm), journal, applied, refused, dry, consume)
+            if strict and not applied:
+                reasons = "; ".join(f"{r.where}: {r.reason}" for r in refused) or "no candidate was found"
+                raise NothingApplied(f"{type(self).__name__} rewrote nothing: {reasons}")
+            if compile_code:
+                lint_and_recompile(gm)
+        except BaseException:
+            Reversal(gm, Changes.net(site.changes for site in applied), journal.orders, {self.signature}).apply()
+            raise
+        return add_step(self, gm, applied, refused, time.perf_counter() - start)
+
+    def _visit(
+        self,
+        facts: Facts,
+        journal: Journal,
+        applied: list[SiteRecord],
+        refused: list[Refusal],
+        dry: bool,
+        consume: bool,
+    ) -> None:
+        mark = self.signature
+        erased: set[Node] = set()
+        for path, owner in facts.graphs.items():
+            for nodes in list(self.pattern.candidates(owner)):
+                match = None if erased.intersection(nodes) else self.pattern.match(owner, nodes)
+                if match is None:
+                    continue
+                edit = Edit(facts, path, journal.orders, mark, dry)
+                where = ".".join(filter(None, (path, match.where)))
+                try:
+                    sentence = self.rewrite(match, edit, facts)
+                except Refused as reason:
+                    edit.rollback()
+                    refused.append(Refusal(where, str(reason)))
+                except BaseException:
+                    edit.rollback()
+                    raise
+                else:
+                    erased |= edit.erased
+                    applied.append(edit.commit(journal.new_id(), where, sentence, consume))

@@ -1,0 +1,139 @@
+"""A snapshot of a graph module before a user's own function edits it directly: nodes, slots, and no weights.
+
+It makes the function atomic, and what it did undoable. A weight that is written in place meanwhile is saved at the
+moment of its first write, so nothing is copied that is not changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from regraft.core.journal import Journal
+from regraft.core.reversal import Reversal
+from regraft.core.states import TABLES, Changes, Key, NodeState, Slot
+
+
+class Snapshot:
+    """The state of `gm` now.
+
+    Args:
+        gm: The graph module. Its journal's orders are brought up to date, which is what a reversal goes by.
+    """
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm = gm
+        self._journal = Journal.of(gm)
+        self._journal.settle(gm)
+        self._steps = list(self._journal.steps)
+        self._nodes = _nodes(gm)
+        self._slots = _slots(gm)
+        self._codes = {path: owner._code for path, owner in _owners(gm)}
+        self._writes = _CopyBeforeWrite(self._slots)
+        for path, kind in _tables(gm):
+            self._journal.orders.setdefault((path, kind), list(gm.get_submodule(path).__dict__[kind]))
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Within it, the weights that are written in place are saved first."""
+        with self._writes:
+            yield
+
+    def changes(self) -> Changes:
+        """What differs now from what was here then."""
+        nodes, slots = _nodes(self.gm), _slots(self.gm)
+        result = Changes()
+        for key in self._nodes.keys() | nodes.keys():
+            before, after = self._nodes.get(key), nodes.get(key)
+            if before is None or after is None or not before.same(after):
+                result.nodes[key] = (before, after)
+        for key in self._slots.keys() | slots.keys():
+            old, new = self._slots.get(key), slots.get(key)
+            if old is None or new is None or old.kind != new.kind or old.value is not new.value:
+                result.slots[key] = (old, new)
+        # A slot inside a module that came or went belongs to that module.
+        whole = {f"{path}.{name}".lstrip(".") for path, name in result.slots}
+        for path, name in list(result.slots):
+            if any(path == w or path.startswith(f"{w}.") for w in whole):
+                del result.slots[path, name]
+        return result
+
+    def restore_weights(self) -> None:
+        """Every weight that was written in place, as it was."""
+        self._writes.restore()
+
+    def restore(self) -> None:
+        """Everything as it was, the generated code and the values of weights included."""
+        self._journal.steps[:] = self._steps
+        Reversal(self.gm, self.changes(), self._journal.orders, set()).apply()
+        self.restore_weights()
+        self.gm.meta[Journal.KEY] = self._journal
+        for path, owner in _owners(self.gm):
+            for node in owner.graph.nodes:
+                node.meta = dict(self._nodes[path, node.name].meta)
+        for path, owner in _owners(self.gm):
+            if owner._code != self._codes.get(path):
+                owner.recompile()
+
+
+class _CopyBeforeWrite(TorchDispatchMode):
+    """Saves a weight's values before the first operation that writes them."""
+
+    def __init__(self, slots: dict[Key, Slot]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        tensors = [slot.value for slot in slots.values() if isinstance(slot.value, Tensor) and not slot.value.is_meta]
+        self._weights = {_storage(tensor): tensor for tensor in tensors if tensor.layout is torch.strided}
+        self._saved: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for position, argument in enumerate(func._schema.arguments):  # type: ignore[attr-defined]
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = (kwargs or {}).get(argument.name, args[position] if position < len(args) else None)
+                for tensor in value if isinstance(value, (list, tuple)) else [value]:
+                    self._save(tensor)
+        return func(*args, **(kwargs or {}))
+
+    def _save(self, written: Any) -> None:
+        key = _storage(written) if isinstance(written, Tensor) and written.layout is torch.strided else None
+        if key in self._weights and key not in self._saved:
+            self._saved[key] = self._weights[key].untyped_storage().clone()
+
+    def restore(self) -> None:
+        """Write the saved values back."""
+        for key, saved in self._saved.items():
+            self._weights[key].untyped_storage().copy_(saved)
+        self._saved.clear()
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _owners(gm: GraphModule) -> Iterator[tuple[str, GraphModule]]:
+    return ((path, owner) for path, owner in gm.named_modules() if isinstance(owner, GraphModule))
+
+
+def _nodes(gm: GraphModule) -> dict[Key, NodeState]:
+    return {(path, node.name): NodeState.of(node) for path, owner in _owners(gm) for node in owner.graph.nodes}
+
+
+def _tables(gm: GraphModule) -> list[Key]:
+    return [(path, kind) for path, _ in gm.named_modules() for kind in TABLES]
+
+
+def _slots(gm: GraphModule) -> dict[Key, Slot]:
+    found: dict[Key, Slot] = {}
+    for path, module in gm.named_modules():
+        for kind in TABLES:
+            for name, value in module.__dict__[kind].items():
+                persistent = name not in module._non_persistent_buffers_set
+                found[path, name] = Slot(kind, value, persistent)
+    return found

@@ -1,0 +1,83 @@
+"""How a new weight comes from old ones, and, where it can, how the old ones come back from it.
+
+A `Derivation` is kept in the journal beside the rewrite that made the weight. It is why undo can carry trained values
+back, why a checkpoint of the original model loads into the rewritten one, and why the reverse never has to be written.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Derivation(ABC):
+    """A pure function from old weights to one new weight. It must be picklable: write it as a frozen dataclass."""
+
+    @abstractmethod
+    def compute(self, *sources: Tensor) -> Tensor:
+        """The new weight. Read each source once; make no other copy of its size."""
+
+    def invert(self, derived: Tensor) -> tuple[Tensor, ...] | None:
+        """The sources, bit for bit, or None where they cannot be had from `derived`."""
+        return None
+
+
+@dataclass(frozen=True)
+class Concatenate(Derivation):
+    """The sources, each first viewed in its shape here, side by side along `dim`. `None` stands for zeros.
+
+    Args:
+        dim: The axis along which they follow each other.
+        parts: The shape of each part as it enters; its last element tells whether it is a source or zeros.
+        shapes: The shape of each source as it was, for the way back.
+    """
+
+    dim: int
+    parts: tuple[tuple[int, ...], ...]
+    zeros: tuple[bool, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    def compute(self, *sources: Tensor) -> Tensor:
+        remaining = iter(sources)
+        parts = [
+            sources[0].new_zeros(part) if zero else next(remaining).reshape(part)
+            for part, zero in zip(self.parts, self.zeros, strict=True)
+        ]
+        return torch.cat(parts, self.dim)
+
+    def invert(self, derived: Tensor) -> tuple[Tensor, ...] | None:
+        pieces = derived.split([part[self.dim] for part in self.parts], self.dim)
+        if any(zero and bool(piece.count_nonzero()) for piece, zero in zip(pieces, self.zeros, strict=True)):
+            return None
+        kept = [piece for piece, zero in zip(pieces, self.zeros, strict=True) if not zero]
+        return tuple(piece.reshape(shape) for piece, shape in zip(kept, self.shapes, strict=True))
+
+
+def wider(dtype: torch.dtype) -> torch.dtype:
+    """The precision for arithmetic on weights of `dtype`: float64 for float32 and float64, float32 for halves."""
+    return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors hold the same bits: NaN equals NaN, and 0.0 differs from -0.0."""
+    if left.shape != right.shape or left.dtype != right.dtype or left.device != right.device:
+        return False
+    if left.is_meta:
+        return True
+    if left.is_complex():
+        left, right = torch.view_as_real(left), torch.view_as_real(right)
+    if left.is_floating_point():
+        integers = _INTEGERS[left.element_size()]
+        left, right = left.detach().contiguous().view(integers), right.detach().contiguous().view(integers)
+    return torch.equal(left, right)
+
+
+def shapes(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
+    """The shapes of tensors as plain tuples."""
+    return tuple(tuple(tensor.shape) for tensor in tensors)

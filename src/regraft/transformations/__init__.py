@@ -1,0 +1,33 @@
+"""The built-in transformations, one file each."""
+
+from regraft.transformations.change_true_div_to_mul_by_inverse import ChangeTrueDivToMulByInverse
+from regraft.transformations.deep_copy import DeepCopy
+from regraft.transformations.fold_batch_norm import FoldBatchNorm
+from regraft.transformations.fuse_batch_norm1d_in_linear import FuseBatchNorm1dInLinear
+from regraft.transformations.fuse_batch_norm2d_in_conv2d import FuseBatchNorm2dInConv2d
+from regraft.transformations.fuse_bias_in_linear import FuseBiasInLinear
+from regraft.transformations.lint_and_recompile import LintAndRecompile
+from regraft.transformations.merge_linears import MergeLinears
+
+TRANSFORMATIONS = (
+    MergeLinears,
+    FuseBiasInLinear,
+    ChangeTrueDivToMulByInverse,
+    FuseBatchNorm2dInConv2d,
+    FuseBatchNorm1dInLinear,
+    FoldBatchNorm,
+    DeepCopy,
+    LintAndRecompile,
+)
+
+__all__ = [
+    "TRANSFORMATIONS",
+    "ChangeTrueDivToMulByInverse",
+    "DeepCopy",
+    "FoldBatchNorm",
+    "FuseBatchNorm1dInLinear",
+    "FuseBatchNorm2dInConv2d",
+    "FuseBiasInLinear",
+    "LintAndRecompile",
+    "MergeLinears",
+]

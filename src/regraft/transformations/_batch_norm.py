@@ -1,0 +1,295 @@
+"""Folding a batch norm into its neighbour: what the three rules that do so have in common.
+
+With `s = gamma / sqrt(var + eps)` and `t = beta - mean s` a batch norm in evaluation mode is `y = s x + t` per channel.
+Behind a layer: `s (W x + b) + t = (s W) x + (s b + t)`. Before one: `W (s x + t) + b = (W s) x + (b + W t)`.
+(Ioffe and Szegedy 2015, arXiv:1502.03167.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from regraft.core.edit import Edit
+from regraft.core.pattern import Match
+from regraft.core.query import Answer, Facts, reads_shape_only, require, that, value_of
+from regraft.core.vocabulary import CONV, DROPOUT, FLATTEN, IDENTITY, LINEAR, RESHAPE, TRANSPOSED_CONV, Call, Weight
+from regraft.core.weights import Derivation, wider
+from regraft.transformations._ranked import ranked
+
+LAYERS = (LINEAR, CONV, TRANSPOSED_CONV)
+
+
+@dataclass(frozen=True, eq=False)
+class Neighbours:
+    """A batch norm and the layer that it is folded into, with the values on the way from the first to the second."""
+
+    norm: Call
+    layer: Call
+    behind: bool
+    way: tuple[Node, ...]
+
+
+def fold(match: Match, edit: Edit, facts: Facts, pairs: tuple[tuple[Any, bool], ...], norms: tuple[int, ...]) -> str:
+    """Fold the batch norm of `match` into a neighbour.
+
+    Args:
+        match: The batch norm.
+        edit: The site's transaction.
+        facts: The safety oracle.
+        pairs: Which operations it may be folded into, each with whether the norm is behind it.
+        norms: Of how many spatial axes the norm may be (0 and 1: `BatchNorm1d`).
+    """
+    norm = match.call
+    require(facts.evaluating(norm), _has_statistics(norm), _spatial(norm, norms))
+    site = _neighbours(match, facts, pairs)
+    layer, weight = site.layer, site.layer.weight("weight")
+    require(facts.plain(norm), facts.plain(layer), facts.alone(norm), facts.alone(layer))
+    require(_evaluating_layer(layer), that(weight is not None, f"{layer.where}: the weight is not constant"))
+    assert weight is not None
+    spec = _specification(norm, layer, site.behind)
+    require(_agree(facts, spec), *_same_memory(facts, site), _channels(facts, site, weight.tensor), _scale(spec))
+    unknown = facts.rank(norm.node) is None and norm["running_mean"] is not None and _ambiguous(layer)
+
+    name = layer.where if layer.module is not None else edit.free_name(layer.operation.name.replace(" ", "_"))
+    like = layer.module if layer.module is not None else _module_for(layer, weight.tensor)
+    if unknown:
+        like = ranked(like, norm, layer, site.behind)
+    sources = [spec.weights[key] for key in spec.present]
+    edit.put_module(name, like, {"weight": (replace(spec.fold, part="weight"), sources), "bias": (spec.fold, sources)})
+    edit.replace_with_module(layer.node, name, layer.input if site.behind else norm["input"])
+    edit.redirect(norm.node, norm["input"] if site.behind else layer.input)
+    edit.erase(norm.node)
+    edit.discard(norm)
+    edit.discard(layer)
+    return f"folded {norm.where} into {layer.where}"
+
+
+@dataclass(frozen=True)
+class Fold(Derivation):
+    """The weight or the bias of the layer after the fold, from everything that both had before.
+
+    Args:
+        part: `"weight"` or `"bias"`.
+        present: The names of the sources, in order.
+        behind: Whether the norm is behind the layer.
+        transposed: Whether the layer is a transposed convolution, whose weight has its inputs first.
+        groups: The groups of the convolution.
+        eps: What the norm adds to the variance.
+    """
+
+    part: str
+    present: tuple[str, ...]
+    behind: bool
+    transposed: bool
+    groups: int
+    eps: float
+
+    def compute(self, *sources: Tensor) -> Tensor:
+        given = dict(zip(self.present, sources, strict=True))
+        weight, dtype = given["weight"], wider(given["weight"].dtype)
+        scale, shift = self.scale_and_shift(given)
+        if self.part == "weight":
+            return (weight.to(dtype) * self._along(weight, scale)).to(weight.dtype)
+        bias = given["bias"].to(dtype) if "bias" in given else None
+        if self.behind:
+            return (
+                ((bias - given["mean"].to(dtype)) * scale + self._beta(given, dtype)) if bias is not None else shift
+            ).to(weight.dtype)
+        moved = (weight.to(dtype) * self._along(weight, shift)).flatten(1).sum(1)
+        return (moved if bias is None else moved + bias).to(weight.dtype)
+
+    def scale_and_shift(self, given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """`s` and `t`, one precision up."""
+        dtype = wider(given["weight"].dtype)
+        scale = torch.rsqrt(given["var"].to(dtype) + self.eps)
+        if "gamma" in given:
+            scale = scale * given["gamma"].to(dtype)
+        return scale, self._beta(given, dtype) - given["mean"].to(dtype) * scale
+
+    def _beta(self, given: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+        return given["beta"].to(dtype) if "beta" in given else torch.zeros_like(given["mean"], dtype=dtype)
+
+    def _along(self, weight: Tensor, values: Tensor) -> Tensor:
+        """Values per channel, shaped to multiply the weight along the channels' axis."""
+        spatial = (1,) * (weight.ndim - 2)
+        if self.behind and not self.transposed:
+            return values.reshape(-1, 1, *spatial)
+        if self.behind:  # weight is (in, out / groups, ...): a group's inputs meet that group's outputs
+            rows = weight.shape[0] // self.groups
+            return values.reshape(self.groups, 1, -1).expand(-1, rows, -1).reshape(weight.shape[0], -1, *spatial)
+        if self.transposed:
+            return values.reshape(-1, 1, *spatial)
+        rows = weight.shape[0] // self.groups
+        return values.reshape(self.groups, 1, -1).expand(-1, rows, -1).reshape(weight.shape[0], -1, *spatial)
+
+
+@dataclass(frozen=True, eq=False)
+class _Specification:
+    fold: Fold
+    weights: dict[str, Weight]
+    present: tuple[str, ...]
+
+
+def _specification(norm: Call, layer: Call, behind: bool) -> _Specification:
+    named = {"weight": layer.weight("weight"), "bias": layer.weight("bias"), "mean": norm.weight("running_mean")}
+    named |= {"var": norm.weight("running_var"), "gamma": norm.weight("weight"), "beta": norm.weight("bias")}
+    weights = {key: weight for key, weight in named.items() if weight is not None}
+    transposed = layer.operation is TRANSPOSED_CONV
+    groups = int(layer["groups"] or 1) if layer.operation is not LINEAR else 1
+    fold = Fold("bias", tuple(weights), behind, transposed, groups, float(norm["eps"]))
+    return _Specification(fold, weights, tuple(weights))
+
+
+def _neighbours(match: Match, facts: Facts, pairs: tuple[tuple[Any, bool], ...]) -> Neighbours:
+    """The layer before the norm if it is one of `pairs`, else the one behind it."""
+    norm = match.call
+    way = list(_upstream(match, norm["input"]))
+    layer = match.producer(way[-1])
+    if layer is not None and (layer.operation, True) in pairs:
+        users = [*way[-2::-1], norm.node]
+        require(*(facts.only_user(value, user) for value, user in zip(reversed(way), users, strict=True)))
+        return Neighbours(norm, layer, True, tuple(reversed(way)))
+    readers = [user for user in norm.node.users if not reads_shape_only(user)]
+    follower = match.producer(readers[0]) if len(readers) == 1 else None
+    if follower is not None and (follower.operation, False) in pairs and follower["input"] is norm.node:
+        return Neighbours(norm, follower, False, (norm.node,))
+    wanted = " or ".join(dict.fromkeys(operation.name for operation, _ in pairs))
+    before = layer.where if layer is not None else way[-1].name
+    require(f"{norm.where} neither takes its input from a {wanted} (it is {before!r}) nor gives its result to just one")
+    raise AssertionError
+
+
+def _upstream(match: Match, value: Any) -> Iterator[Node]:
+    """The values from the norm's input up to the layer: through identities, eval-mode dropout, reshaping of rows."""
+    while isinstance(value, Node):
+        yield value
+        call = match.producer(value)
+        if call is None or not _transparent(call):
+            return
+        value = call["input"]
+
+
+def _transparent(call: Call) -> bool:
+    if call.operation is IDENTITY:
+        return True
+    if call.operation is DROPOUT:
+        return not (call.module.training if call.module is not None else call["training"])
+    if call.operation in (FLATTEN, RESHAPE):  # rows are rearranged, and stay whole
+        before, after = value_of(call["input"]), value_of(call.node)
+        return before is not None and after is not None and after.ndim == 2 and before.shape[-1] == after.shape[-1]
+    return False
+
+
+def _has_statistics(norm: Call) -> Answer:
+    present = norm["running_mean"] is not None and norm["running_var"] is not None
+    return that(present, f"{norm.where} keeps no running statistics, so it normalises by those of each batch")
+
+
+def _spatial(norm: Call, allowed: tuple[int, ...]) -> Answer:
+    kinds: dict[Any, tuple[int, ...]] = {nn.BatchNorm1d: (0, 1), nn.BatchNorm2d: (2,), nn.BatchNorm3d: (3,)}
+    value = value_of(norm.node)
+    has = (
+        kinds.get(type(norm.module)) if norm.module is not None else (value.ndim - 2,) if value is not None else allowed
+    )
+    return that(bool(set(has or ()) & set(allowed)), f"{norm.where} is a batch norm of another number of axes")
+
+
+def _evaluating_layer(layer: Call) -> Answer:
+    training = layer.module is not None and layer.module.training
+    return that(not training, f"{layer.where} is in training mode; call .eval() on the model first")
+
+
+def _agree(facts: Facts, spec: _Specification) -> Answer:
+    trainable = [(w.name, w.tensor) for key, w in spec.weights.items() if key not in ("mean", "var")]
+    statistics = [(w.name, w.tensor.detach()) for key, w in spec.weights.items() if key in ("mean", "var")]
+    first = (trainable[0][0], trainable[0][1].detach())
+    return facts.agree(trainable) or facts.agree([first, *statistics])
+
+
+def _same_memory(facts: Facts, site: Neighbours) -> Iterator[Answer]:
+    """Nothing is written on the way; what the folded layer reads is what the first of the two has read."""
+    first, last = (site.layer, site.norm) if site.behind else (site.norm, site.layer)
+    yield from (facts.untouched(value) for value in site.way)
+    yield facts.unchanged(first.input, first.node, last.node)
+
+
+def _channels(facts: Facts, site: Neighbours, weight: Tensor) -> Answer:
+    """The norm's channels are the layer's outputs, or inputs."""
+    norm, layer = site.norm, site.layer
+    groups = int(layer["groups"] or 1) if layer.operation is not LINEAR else 1
+    inputs, outputs = (
+        (weight.shape[0], weight.shape[1] * groups)
+        if layer.operation is TRANSPOSED_CONV
+        else (
+            weight.shape[1] * groups,
+            weight.shape[0],
+        )
+    )
+    channels = int(norm["running_mean"].shape[0]) if not isinstance(norm["running_mean"], Node) else None
+    channels = channels if channels is not None else _length(norm)
+    if channels != (outputs if site.behind else inputs):
+        return f"{norm.where} normalises {channels} channels, another axis than the {layer.operation} layer's features"
+    rank = facts.rank(norm["input"])
+    wanted = 2 if layer.operation is LINEAR else weight.ndim
+    if rank is not None and rank != wanted:
+        return f"{norm.where} normalises axis 1 of {rank} axes, which is not the axis of the features of {layer.where}"
+    if not site.behind and layer.operation is not LINEAR:
+        return _unpadded(layer)
+    return None
+
+
+def _length(norm: Call) -> int:
+    weight = norm.weight("running_mean")
+    return int(weight.tensor.shape[0]) if weight is not None else -1
+
+
+def _unpadded(layer: Call) -> Answer:
+    """A norm before a convolution shifts its padding too, unless the padding is made of the input."""
+    if layer.operation is TRANSPOSED_CONV:
+        return f"{layer.where} is a transposed convolution: the shift of a norm before it is not constant at the border"
+    padding = layer["padding"]
+    none = padding == "valid" or (
+        not isinstance(padding, str) and not any(padding if isinstance(padding, tuple | list) else (padding,))
+    )
+    mode = getattr(layer.module, "padding_mode", "zeros")
+    return that(none or mode != "zeros", f"{layer.where} pads with zeros, which the norm before it does not shift")
+
+
+def _scale(spec: _Specification) -> Answer:
+    """The folded weights are finite where the original ones are."""
+    given = {key: weight.tensor.detach() for key, weight in spec.weights.items()}
+    if given["weight"].is_meta:
+        return None
+    scale, _ = spec.fold.scale_and_shift(given)
+    largest = (
+        float(given["weight"].abs().max()) if given["weight"].dtype.itemsize < 4 and given["weight"].numel() else 1.0
+    )
+    fits = bool((scale.abs() * largest <= torch.finfo(given["weight"].dtype).max).all())
+    return that(fits, f"{spec.weights['var'].name} makes a scale that is not finite in {given['weight'].dtype}")
+
+
+def _ambiguous(layer: Call) -> bool:
+    """Whether the layer takes inputs of more than one rank that a `BatchNorm1d` takes too, but another way."""
+    weight = layer.weight("weight")
+    return layer.operation is LINEAR or (weight is not None and weight.tensor.ndim == 3)
+
+
+def _module_for(layer: Call, weight: Tensor) -> nn.Module:
+    """A module with the settings of a functional call; its weights are put in afterwards."""
+    rows, columns = weight.shape[0], weight.shape[1]
+    if layer.operation is LINEAR:
+        return nn.Linear(columns, rows, device="meta").eval()
+    groups, kernel = int(layer["groups"]), tuple(weight.shape[2:])
+    settings = {key: layer[key] for key in layer.operation.names[3:] if layer[key] is not None}
+    kinds = {CONV: (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
+    transposed = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+    kind: Any = kinds.get(layer.operation, transposed)[weight.ndim - 3]
+    inputs, outputs = (columns * groups, rows) if layer.operation is CONV else (rows, columns * groups)
+    module: nn.Module = kind(inputs, outputs, kernel, device="meta", **settings)
+    return module.eval()
