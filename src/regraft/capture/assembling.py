@@ -1,0 +1,135 @@
+"""An exported program becomes a graph module in module-level form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from regraft.capture import torch_private
+from regraft.capture.calling import Calling
+from regraft.capture.cleaning import clean
+from regraft.capture.codegen import CallingCodeGen
+from regraft.capture.constraints import constraints_of
+from regraft.capture.exporting import PREFIX, Exported
+from regraft.capture.lifting import lift_weights
+from regraft.capture.module_tree import graft_tree, place_tensor
+from regraft.capture.regions import collapse
+from regraft.capture.signature import Call
+from regraft.capture.spelling import spell
+from regraft.core.graph_module import GraphModule
+
+_NATIVE = (tuple, list, dict)
+
+
+def assemble(model: nn.Module, call: Call, exported: Exported, automatic: bool) -> GraphModule:
+    """The graph module of an exported model.
+
+    Args:
+        model: the model; its layers, parameters and buffers are put into the graph module.
+        call: the call that it was exported with.
+        exported: what export made of it.
+        automatic: whether every axis was asked to vary.
+
+    Raises:
+        NotImplementedError: the program has an input that a graph module has no form for.
+    """
+    graph, constants = lift_weights(exported.program, _without_prefix)
+    clean(graph, model)
+    _read_first_names(graph, model)
+    collapse(graph, model)
+    spell(graph)
+    graph = _renamed(graph)
+    gm = GraphModule(nn.Module(), Graph(), type(model).__name__)
+    graft_tree(model, gm)
+    for path, value in constants.items():
+        place_tensor(gm, path, value)
+    _take_subgraphs(graph, exported.program, gm)
+    inputs = graph.find_nodes(op="placeholder")
+    constraints = constraints_of(
+        call.labels,
+        call.names,
+        [node.meta["val"] for node in inputs],
+        exported.program.range_constraints,
+        torch_private.guards_of(exported.program),
+        automatic,
+    )
+    out_spec = _shape_output(graph, exported.out_spec)
+    calling = Calling(call.arguments, call.positional, constraints, out_spec)
+    graph.set_codegen(CallingCodeGen(calling, [str(node.target) for node in inputs]))
+    graph.lint()
+    gm.graph = graph
+    return gm
+
+
+def _renamed(graph: Graph) -> Graph:
+    """The graph without reads that nothing uses, its nodes numbered as a trace would have numbered them."""
+    fresh = Graph()
+    nodes: dict[Node, Node] = {}
+    for node in graph.nodes:
+        if node.op == "get_attr" and not node.users:
+            continue
+        args, kwargs = map_arg(node.args, nodes.__getitem__), map_arg(node.kwargs, nodes.__getitem__)
+        nodes[node] = fresh.create_node(node.op, node.target, args, kwargs, type_expr=node.type)
+        nodes[node].meta = node.meta
+    return fresh
+
+
+def _without_prefix(path: str) -> str:
+    return path.removeprefix(PREFIX).removeprefix(".")
+
+
+def _read_first_names(graph: Graph, model: nn.Module) -> None:
+    """A tied weight is read under its first name, so that one weight has one name in the graph."""
+    first: dict[int, str] = {}
+    for tensors in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, tensor in tensors:
+            first.setdefault(id(tensor), name)
+    names = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    for node in graph.find_nodes(op="get_attr"):
+        if node.target in names:
+            node.target = first[id(names[node.target])]
+
+
+def _take_subgraphs(graph: Graph, program: torch.export.ExportedProgram, gm: nn.Module) -> None:
+    """The branches of `torch.cond` and the like are graph modules that the program holds."""
+    for node in graph.find_nodes(op="get_attr"):
+        held = getattr(program.graph_module, str(node.target), None)
+        if isinstance(held, nn.Module):
+            gm.add_module(str(node.target), held)
+
+
+def _shape_output(graph: Graph, spec: Any) -> Any:
+    """Give the output node the form of the result where that is made of tuples, lists and dictionaries alone.
+
+    Otherwise the output stays flat, and the structure that is returned is for the caller to build.
+    """
+    output = graph.output_node()
+    if not _is_native(spec):
+        return spec
+    output.args = (_nest(spec, iter(output.args[0])),)  # type: ignore[arg-type]
+    return None
+
+
+def _is_native(spec: Any) -> bool:
+    if torch_private.is_leaf(spec):
+        return True
+    if torch_private.spec_type(spec) not in _NATIVE:
+        return False
+    if torch_private.spec_type(spec) is dict and not all(type(key) is str for key in torch_private.spec_context(spec)):
+        return False
+    return all(_is_native(child) for child in torch_private.spec_children(spec))
+
+
+def _nest(spec: Any, leaves: Any) -> Any:
+    if torch_private.is_leaf(spec):
+        return next(leaves)
+    parts = [_nest(child, leaves) for child in torch_private.spec_children(spec)]
+    kind: Callable[..., Any] = torch_private.spec_type(spec)
+    return dict(zip(torch_private.spec_context(spec), parts)) if kind is dict else kind(parts)
+
+

@@ -1,0 +1,171 @@
+"""How a captured graph is called: as the model is, and with a sentence where the call is wrong."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from regraft.capture import torch_private
+from regraft.capture.constraints import Constraints
+
+
+@dataclass(frozen=True, eq=False)
+class Argument:
+    """One parameter of the model's forward, as it was when the model was captured.
+
+    Args:
+        name: its name.
+        spec: the structure of its value; None where the value is no container.
+        leaves: for each leaf of the value: None for a tensor, else a tuple that holds the constant.
+    """
+
+    name: str
+    spec: Any
+    leaves: tuple[tuple[Any, ...] | None, ...]
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether the whole value is one tensor."""
+        return self.spec is None and self.leaves == (None,)
+
+    @property
+    def constant(self) -> Any:
+        """The value, where the whole of it is a constant."""
+        return self.leaves[0][0] if self.spec is None and self.leaves[0] is not None else None
+
+
+class Calling:
+    """The signature of a captured graph, and what goes in and comes out of it.
+
+    Args:
+        arguments: the parameters of the model's forward, in its order.
+        positional: how many of them can be given by position; the others are keyword only.
+        constraints: the shapes for which the graph holds; None where nothing is known of them.
+        out_spec: the structure of the result; None where the graph returns it as it is.
+    """
+
+    def __init__(
+        self, arguments: Sequence[Argument], positional: int, constraints: Constraints | None, out_spec: Any
+    ) -> None:
+        self.arguments = tuple(arguments)
+        self.positional = positional
+        self.constraints = constraints
+        self.out_spec = out_spec
+        self._simple = [index for index, argument in enumerate(self.arguments) if argument.is_tensor]
+        self._flat = all(argument.spec is None for argument in self.arguments)
+
+    def bind(self, values: tuple[Any, ...]) -> list[Any]:
+        """The tensors of a call, in the order of the graph's inputs.
+
+        Args:
+            values: what was given for each of `arguments`.
+
+        Raises:
+            TypeError: an argument is missing, is not what it was at capture, or has a shape for which the graph does
+                not hold; the message names it.
+        """
+        if torch.compiler.is_compiling():  # the compiler has its own guards, and must not trace ours
+            return self._unchecked(values)
+        if any(isinstance(value, torch.fx.Proxy) for value in values):
+            return self._unchecked(values)
+        leaves: list[Any] = []
+        for argument, value in zip(self.arguments, values):
+            leaves += _leaves(argument, value)
+        if self.constraints is not None:
+            self.constraints.check(leaves)
+        return leaves
+
+    def _unchecked(self, values: tuple[Any, ...]) -> list[Any]:
+        if self._flat:
+            return [values[index] for index in self._simple]
+        leaves: list[Any] = []
+        for argument, value in zip(self.arguments, values):
+            if argument.spec is None:
+                flat = [value]
+            else:
+                flat = torch_private.tree_leaves(value)
+            leaves += [leaf for leaf, constant in zip(flat, argument.leaves) if constant is None]
+        return leaves
+
+    def result(self, leaves: Sequence[Any]) -> Any:
+        """What the model returns, from the outputs of the graph.
+
+        Args:
+            leaves: the outputs, in order.
+        """
+        return torch_private.tree_unflatten(list(leaves), self.out_spec)
+
+    def signature(self) -> inspect.Signature:
+        """The signature of the generated `forward`."""
+        return inspect.Signature(
+            [
+                inspect.Parameter(
+                    argument.name,
+                    inspect.Parameter.POSITIONAL_OR_KEYWORD if index < self.positional else inspect.Parameter.KEYWORD_ONLY,
+                    default=argument.constant,
+                )
+                for index, argument in enumerate(self.arguments)
+            ]
+        )
+
+
+def _leaves(argument: Argument, value: Any) -> list[Any]:
+    """The tensors in one argument, after a look at everything else about it."""
+    if argument.is_tensor:
+        if isinstance(value, torch.Tensor):
+            return [value]
+        if value is None:
+            raise TypeError(f"missing the argument {argument.name}: the graph was captured with a tensor there")
+        raise TypeError(f"{argument.name} is a {type(value).__name__}, where the graph was captured with a tensor")
+    if argument.spec is None:
+        _check_constant(argument.name, argument.constant, value)
+        return []
+    flat, spec = torch_private.tree_flatten(value)
+    if spec != argument.spec:
+        raise TypeError(_other_structure(argument, value, spec))
+    tensors = []
+    for leaf, constant in zip(flat, argument.leaves):
+        if constant is not None:
+            _check_constant(argument.name, constant[0], leaf)
+        elif isinstance(leaf, torch.Tensor):
+            tensors.append(leaf)
+        else:
+            raise TypeError(
+                f"{argument.name} has a {type(leaf).__name__} inside, where the graph was captured with a tensor"
+            )
+    return tensors
+
+
+def _check_constant(name: str, captured: Any, given: Any) -> None:
+    if given is captured:
+        return
+    if captured is None:
+        raise TypeError(
+            f"unexpected argument {name}: it was not given when the graph was captured, so the graph does not use it; "
+            f"capture the model with {name} to have it"
+        )
+    if isinstance(given, torch.Tensor) or type(given) is not type(captured) or given != captured:
+        raise TypeError(
+            f"{name} was {captured!r} when the graph was captured, which is now fixed, but {_said(given)} was given; "
+            "capture the model once for each value"
+        )
+
+
+def _said(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _other_structure(argument: Argument, value: Any, spec: Any) -> str:
+    if value is None:
+        return (
+            f"missing the argument {argument.name}: the graph was captured with a "
+            f"{torch_private.spec_type(argument.spec).__name__} there"
+        )
+    return (
+        f"{argument.name} has another structure than the one the graph was captured with: expected "
+        f"{argument.spec}, got {spec}"
+    )

@@ -1,0 +1,141 @@
+"""A model and one call of it through `torch.export`, and the graph module that comes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from regraft.capture import torch_private
+from regraft.capture.shapes import Axes, enlarged
+from regraft.capture.signature import Call
+
+#: the name of the model inside of the module that is exported; export's names all begin with it
+PREFIX = "model"
+
+_LEAVES = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, bool, int, float, str, type(None))
+
+
+class Seen:
+    """The structure of a model's result; an object of its own, because export puts back what a forward sets."""
+
+    out_spec: Any = None
+
+
+class Flat(nn.Module):
+    """A model as a function of a flat list of tensors, with a flat list of results.
+
+    Export then sees neither the model's signature nor its containers, which it treats in ways of its own.
+
+    Args:
+        model: the model.
+        call: the call that it gets.
+        seen: where to note what the model returns.
+    """
+
+    def __init__(self, model: nn.Module, call: Call, seen: Seen) -> None:
+        super().__init__()
+        self.training = model.training
+        self._modules[PREFIX] = model
+        self.call = call
+        self.seen = seen
+        self.__dict__["forward"] = _with_names(self._run, call.names)
+
+    def _run(self, *leaves: Any) -> tuple[Any, ...]:
+        args, kwargs = self.call.rebuild(leaves)
+        flat, spec = torch_private.tree_flatten(self._modules[PREFIX](*args, **kwargs))  # type: ignore[misc]
+        self.seen.out_spec = spec
+        for leaf in flat:
+            if not isinstance(leaf, _LEAVES):
+                raise TypeError(
+                    f"the model returns a {type(leaf).__name__}, which pytree cannot take apart: unsupported output"
+                )
+        return tuple(flat)
+
+
+def _with_names(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+    def forward(*leaves: Any) -> Any:
+        return function(*leaves)
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    forward.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
+    return forward
+
+
+@dataclass
+class Exported:
+    """An exported program, the structure of its result, and whether the sample had to be enlarged for it."""
+
+    program: torch.export.ExportedProgram
+    out_spec: Any
+    enlarged: bool
+
+
+def export(model: nn.Module, call: Call, axes: Axes, ways: Sequence[Callable[[], AbstractContextManager[Any]]]) -> Exported:
+    """Export a model, in the first of some ways that works.
+
+    Args:
+        model: the model.
+        call: an example of a call.
+        axes: which axes of the tensors vary.
+        ways: contexts to export in, the plain one first.
+
+    Raises:
+        Exception: what torch raised in the first way that is no mere try, where none works.
+    """
+    leaves = _distinct(call.leaves)
+    samples: list[list[torch.Tensor]] = []
+    for leading_only in (False, True):
+        larger = enlarged(leaves, axes, leading_only)
+        if larger is not None and not any(_same_shapes(larger, sample) for sample in samples):
+            samples.append(larger)
+    samples.append(leaves)
+    failure: Exception | None = None
+    for way in ways:
+        for sample in samples:
+            seen = Seen()
+            flat = Flat(model, call, seen)
+            try:
+                with way(), torch.no_grad(), _quiet():
+                    program = torch.export.export(flat, tuple(sample), strict=False, dynamic_shapes=_shapes(axes))
+            except Exception as error:  # whatever a model raises when it meets sizes that it does not take
+                failure = error if failure is None or sample is leaves else failure
+            else:
+                return Exported(program, seen.out_spec, sample is not leaves)
+    assert failure is not None
+    raise failure
+
+
+def _shapes(axes: Axes) -> Any:
+    return tuple(axes) if any(axes) else None
+
+
+def _same_shapes(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return [leaf.shape for leaf in left] == [leaf.shape for leaf in right]
+
+
+def _distinct(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """One tensor given for two arguments would become one input of the graph."""
+    seen: set[int] = set()
+    distinct = []
+    for leaf in leaves:
+        if id(leaf) in seen:
+            leaf = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        seen.add(id(leaf))
+        distinct.append(leaf)
+    return distinct
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings that are about the trace: what they warn of is put right afterwards."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

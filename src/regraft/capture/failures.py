@@ -1,0 +1,86 @@
+"""The one error for a model that cannot be captured: which line of its source stands in the way, and what to do."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import os
+import traceback
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from regraft.core.errors import CaptureError
+
+_CURES = (
+    (
+        ("DataDependent", "data-dependent", "Could not guard", "Could not extract specialized"),
+        "the model decides by the value of a tensor, which a graph cannot do; replace the decision by torch.where or "
+        "torch.cond, or pass the argument that the model would otherwise compute",
+    ),
+    (
+        ("TraceError", "symbolically traced variables", "Proxy"),
+        "without an example of its call the model cannot be run; capture it with one: "
+        'rg.trace(model, args, kwargs, dynamic_shapes="auto")',
+    ),
+    (
+        ("ConstraintViolation", "Constraints violated", "constraint"),
+        'the model does not work for every size that dynamic_shapes allows; use dynamic_shapes="auto", '
+        "which finds out what can vary",
+    ),
+    (
+        ("pytree", "Unsupported output", "unsupported output", "Expected traced function"),
+        "the model returns an object that cannot be taken apart; register its class with "
+        "torch.utils._pytree.register_pytree_node",
+    ),
+)
+_ELSE = "take this line out of the traced path, or capture the parts of the model before and after it with rg.trace"
+
+
+def capture_error(model: nn.Module, error: BaseException) -> CaptureError:
+    """The error to raise from what torch raised while it exported a model.
+
+    Args:
+        model: the model.
+        error: what was raised.
+    """
+    said = str(error).strip().splitlines()
+    reason = f"{type(error).__name__}: {said[0] if said else 'no message'}"
+    text = f"{type(error).__name__} {error}"
+    cure = next((cure for signs, cure in _CURES if any(sign in text for sign in signs)), _ELSE)
+    return CaptureError(f"{type(model).__name__} cannot be captured, because of {_where(model, error)}\n  {reason}\n{cure}")
+
+
+def _where(model: nn.Module, error: BaseException) -> str:
+    frames = [frame for part in _chain(error) for frame in traceback.extract_tb(part)]
+    sources = {_source(module) for module in model.modules() if not type(module).__module__.startswith("torch.")}
+    own = [frame for frame in frames if frame.filename in sources]
+    foreign = [frame for frame in frames if not _is_machinery(frame.filename)]
+    for frame in (own or foreign)[-1:]:
+        line = linecache.getline(frame.filename, frame.lineno or 0).strip() or frame.line or ""
+        return f"{frame.filename}:{frame.lineno}, in {frame.name}:\n    {line}"
+    return "its forward"
+
+
+def _chain(error: BaseException | None) -> list[TracebackType]:
+    found: list[TracebackType] = []
+    while error is not None:
+        if error.__traceback__ is not None:
+            found.insert(0, error.__traceback__)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    # the last is what was caught; the first in time says most about the model, so it is looked at last
+    return found[::-1]
+
+
+def _source(module: nn.Module) -> str:
+    try:
+        return inspect.getsourcefile(type(module)) or ""
+    except TypeError:
+        return ""
+
+
+def _is_machinery(filename: str) -> bool:
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    torch_home = os.path.dirname(os.path.abspath(torch.__file__))
+    return filename.startswith((ours, torch_home, "<")) or os.path.dirname(os.__file__) == os.path.dirname(filename)

@@ -1,0 +1,113 @@
+"""`symbolic_trace`: a model without an example of its call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Tracer
+
+from regraft.capture import transformers_adapter
+from regraft.capture.failures import capture_error
+from regraft.capture.module_tree import attribute, graft_tree, place_tensor
+from regraft.capture.sample_inputs import SampleMaker, Unmakeable
+from regraft.capture.shapes import axes_of
+from regraft.capture.signature import take_apart
+from regraft.capture.trace import capture
+from regraft.capture.untouched import untouched
+from regraft.core.errors import CaptureError
+from regraft.core.graph_module import GraphModule, adopt
+
+
+def symbolic_trace(
+    model: nn.Module,
+    input_names: Sequence[str] | None = None,
+    disable_check: bool = False,
+    tracer_cls: type[Tracer] | None = None,
+) -> GraphModule:
+    """Capture a model as a graph, for any batch and any sequence length, without an example of its call.
+
+    A transformers model is exported with inputs that are made from its config. Any other model is traced by
+    `torch.fx.symbolic_trace`.
+
+    Args:
+        model: the model. A graph module is returned as it is, as regraft's.
+        input_names: the arguments that the graph is to take; None for the main inputs of the model.
+        disable_check: do not compare `input_names` with the model's forward beforehand.
+        tracer_cls: trace with this class of `torch.fx` in any case.
+
+    Raises:
+        CaptureError: the model cannot be captured, or an input cannot be made; the message says how to pass it.
+
+    Example:
+        >>> import torch
+        >>> gm = symbolic_trace(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()))
+        >>> [node.target for node in gm.graph.nodes if node.op == "call_module"]
+        ['0', '1']
+    """
+    if isinstance(model, torch.fx.GraphModule):
+        return adopt(model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"symbolic_trace takes a torch.nn.Module, not a {type(model).__name__}")
+    if tracer_cls is not None or not transformers_adapter.is_pretrained(model):
+        return _traced(model, tracer_cls or Tracer)
+    names = list(input_names) if input_names is not None else transformers_adapter.main_inputs(model)
+    if not disable_check:
+        _check_names(model, names)
+    return _exported(model, names)
+
+
+def _check_names(model: nn.Module, names: Iterable[str]) -> None:
+    parameters = inspect.signature(model.forward).parameters
+    for name in names:
+        if name not in parameters:
+            near = get_close_matches(name, parameters, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; it takes {', '.join(parameters)}"
+            raise CaptureError(f"{type(model).__name__}.forward takes no {name}{hint}")
+
+
+def _exported(model: nn.Module, names: Sequence[str]) -> GraphModule:
+    transformers_adapter.prepare(model)
+    failure: CaptureError | None = None
+    for maker in SampleMaker.variants(model, names):
+        try:
+            kwargs = maker.make(names)
+        except Unmakeable as error:
+            listed = ", ".join(f'"{name}": ...' for name in names)
+            raise CaptureError(
+                f"{error}; capture with an example instead: "
+                f'rg.trace(model, kwargs={{{listed}}}, dynamic_shapes="auto")'
+            ) from None
+        call = take_apart(model, (), kwargs)
+        axes = axes_of(call, "auto", model, (), kwargs)
+        axes = [maker.narrowed(label, varying) for label, varying in zip(call.labels, axes)]
+        try:
+            return capture(model, call, axes, automatic=True)
+        except CaptureError as error:
+            failure = failure or error
+    assert failure is not None
+    raise failure
+
+
+def _traced(model: nn.Module, tracer_cls: type[Tracer]) -> GraphModule:
+    tracer = tracer_cls()
+    constants: dict[str, Any] = {}
+    try:
+        with untouched(model):
+            graph = tracer.trace(model)
+            for node in graph.find_nodes(op="get_attr"):  # the tracer hangs constants onto the model
+                constants[str(node.target)] = attribute(model, str(node.target))
+    except Exception as error:  # whatever a model raises when it is called on proxies
+        raise capture_error(model, error) from error
+    called = {id(attribute(model, str(node.target))) for node in graph.find_nodes(op="call_module")}
+    gm = GraphModule(nn.Module(), torch.fx.Graph(), type(model).__name__)
+    graft_tree(model, gm, whole=called)
+    for path, value in constants.items():
+        if attribute(gm, path) is None and isinstance(value, torch.Tensor):
+            place_tensor(gm, path, value)
+    gm.graph = graph
+    return gm

@@ -1,0 +1,87 @@
+"""The private corners of torch that capture stands on, all in one place, each with what happens without it.
+
+`tests/capture/test_private_apis.py` fails when one of them moves.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+TreeSpec = pytree.TreeSpec
+tree_flatten = pytree.tree_flatten
+tree_unflatten = pytree.tree_unflatten
+tree_leaves = pytree.tree_leaves
+
+
+def is_leaf(spec: TreeSpec) -> bool:
+    """Whether a tree is a single value."""
+    return bool(spec.is_leaf())
+
+
+def spec_type(spec: TreeSpec) -> Any:
+    """The container class at the top of a tree."""
+    return spec.type
+
+
+def spec_children(spec: TreeSpec) -> list[TreeSpec]:
+    """The trees below the top of a tree."""
+    return list(spec.children())
+
+
+def spec_context(spec: TreeSpec) -> Any:
+    """What a container is beside its children: the keys of a dictionary, the class of a named tuple."""
+    return spec.context
+
+
+def is_container(cls: type) -> bool:
+    """Whether pytree knows how to take an instance of a class apart."""
+    return cls in pytree.SUPPORTED_NODES
+
+
+def tensor_paths(value: Any) -> list[tuple[str, Any]]:
+    """Every leaf of a nested value with the Python expression that reaches it, such as `['a'][0]`."""
+    return [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(value)[0]]
+
+
+def guards_of(program: torch.export.ExportedProgram) -> list[str]:
+    """The conditions on its inputs' sizes under which a program holds, as Python source; none where torch moved them.
+
+    Without them only static sizes, equal sizes and ranges are checked, which `range_constraints` says publicly.
+    """
+    return list(getattr(program, "_guards_code", None) or [])
+
+
+def guard_functions() -> dict[str, Any]:
+    """The names that the source of a guard may use."""
+    try:
+        from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP as functions
+    except ImportError:
+        functions = {}
+    return {**functions, "math": math, "inf": math.inf}
+
+
+def expression_source(expr: Any) -> str:
+    """A symbolic size as Python source over the names of its symbols."""
+    from torch.utils._sympy.printers import PythonPrinter
+
+    return str(PythonPrinter().doprint(expr))  # type: ignore[no-untyped-call]
+
+
+def symbolic_expression(size: Any) -> Any:
+    """The expression of a symbolic size, or the number itself where it is none."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def children_of(value: Any) -> tuple[list[Any], Any]:
+    """One level of a container: its children, and what it is beside them."""
+    node = pytree.SUPPORTED_NODES.get(type(value))
+    if node is None and isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(value), type(value)
+    if node is None:
+        return [value], None
+    children, context = node.flatten_fn(value)
+    return list(children), context

@@ -1,0 +1,102 @@
+"""`trace`: a model and an example of its call become a graph module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from regraft.capture import transformers_adapter
+from regraft.capture.assembling import assemble
+from regraft.capture.calling import Calling
+from regraft.capture.codegen import CallingCodeGen
+from regraft.capture.exporting import Exported, export
+from regraft.capture.failures import capture_error
+from regraft.capture.probing import agrees, allow_size_one
+from regraft.capture.shapes import Axes, axes_of
+from regraft.capture.signature import Call, take_apart
+from regraft.capture.untouched import untouched
+from regraft.core.fx_private import codegen_of
+from regraft.core.graph_module import GraphModule, adopt
+
+
+def trace(
+    model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *, dynamic_shapes: Any = None
+) -> GraphModule:
+    """Capture a model as a graph, from an example of its call.
+
+    The graph holds the model's own layers and weights, never copies. It is called as the model is, and computes the
+    same bits. Each call of a layer of `torch.nn` is one `call_module` node under the layer's name.
+
+    Args:
+        model: the model, in the mode in which the graph is to be used: dropout is gone from that of an eval model.
+            A graph module is returned as it is, as regraft's.
+        args: positional arguments, tensors or nested containers of them.
+        kwargs: keyword arguments. What is no tensor is fixed in the graph.
+        dynamic_shapes: which sizes may differ from the example's. None: none may. `"auto"`: all that can. Otherwise a
+            form of `torch.export.export`.
+
+    Raises:
+        CaptureError: the model cannot be captured; the message names the line of its source and what to do.
+        TypeError: the model's forward takes no such arguments.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> gm = trace(model, (torch.randn(2, 4),), dynamic_shapes="auto")
+        >>> [(node.op, node.target) for node in gm.graph.nodes]
+        [('placeholder', 'input'), ('call_module', '0'), ('call_module', '1'), ('output', 'output')]
+        >>> torch.equal(gm(x := torch.randn(7, 4)), model(x))
+        True
+    """
+    if isinstance(model, torch.fx.GraphModule):
+        return adopt(model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"trace takes a torch.nn.Module, not a {type(model).__name__}")
+    transformers_adapter.prepare(model)
+    call = take_apart(model, args, dict(kwargs or {}))
+    axes = axes_of(call, dynamic_shapes, model, args, dict(kwargs or {}))
+    return capture(model, call, axes, automatic=dynamic_shapes == "auto" if isinstance(dynamic_shapes, str) else False)
+
+
+def capture(model: nn.Module, call: Call, axes: Axes, automatic: bool) -> GraphModule:
+    """Capture one call of a model; see `trace`.
+
+    Args:
+        model: the model.
+        call: the call.
+        axes: which axes vary.
+        automatic: whether all that can were asked to.
+
+    Raises:
+        CaptureError: the model cannot be captured.
+    """
+    exported = _exported(model, call, axes)
+    gm = assemble(model, call, exported, automatic)
+    allowed = allow_size_one(model, gm, call, _calling(gm))
+    if exported.enlarged and not (allowed and agrees(model, gm, call)):
+        # what holds for the larger sample does not for this one: take the axes of size one for fixed
+        plain: Axes = [
+            {axis: dim for axis, dim in (varying or {}).items() if leaf.shape[axis] > 1} or None
+            for leaf, varying in zip(call.leaves, axes)
+        ]
+        gm = assemble(model, call, _exported(model, call, plain), automatic)
+        allow_size_one(model, gm, call, _calling(gm))
+    transformers_adapter.dress(gm, model)
+    return gm
+
+
+def _calling(gm: GraphModule) -> Calling:
+    codegen = codegen_of(gm.graph)
+    assert isinstance(codegen, CallingCodeGen)
+    return codegen.calling
+
+
+def _exported(model: nn.Module, call: Call, axes: Axes) -> Exported:
+    try:
+        with untouched(model):
+            return export(model, call, axes, transformers_adapter.ways(model))
+    except Exception as error:
+        raise capture_error(model, error) from error
