@@ -40,7 +40,10 @@ OPTIONAL = {
 }
 
 # Who may change a GraphModule; everybody else asks `core/edit.py`, which keeps the journal.
-MAY_MUTATE = ("core/edit.py", "core/graph_module.py", "core/journal.py", "capture/")
+MAY_MUTATE = (
+    *("core/edit.py", "core/states.py", "core/reversal.py", "core/carry.py", "core/arithmetic.py"),
+    *("core/graph_module.py", "core/graph_record.py", "core/fx_private.py", "core/snapshot.py", "capture/"),
+)
 MUTATING_METHODS = {
     *("erase_node", "create_node", "call_function", "call_module", "call_method", "placeholder", "node_copy"),
     *("graph_copy", "inserting_before", "inserting_after", "replace_all_uses_with", "replace_input_with"),

@@ -58,14 +58,11 @@ class Pattern(ABC):
         return Match(owner, tuple(calls)) if len(calls) == len(nodes) else None
 
 
-@dataclass(frozen=True)
 class Calls(Pattern):
     """Every call of one of the operations."""
 
-    operations: tuple[Operation, ...]
-
     def __init__(self, *operations: Operation) -> None:
-        object.__setattr__(self, "operations", operations)
+        self.operations = operations
 
     def candidates(self, owner: GraphModule) -> Iterator[tuple[Node, ...]]:
         for node in list(owner.graph.nodes):

@@ -6,45 +6,29 @@ the fact and the cure; a rule hands the answers to `require`. No rule answers a 
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
-from torch.nn.utils import parametrize
 
 from regraft.core.errors import Refused
 from regraft.core.mutation import Mutations, writes
+from regraft.core.plainness import dtype_name, plain_module, plain_tensor
+from regraft.core.strides import needs_strides
+from regraft.core.values import made_of_sizes, passes_on, reads_shape_only, rounds, target_name, value_of
 from regraft.core.vocabulary import Call, Weight, attribute
 
 Answer = str | None
 """None where a condition holds, else the sentence that says what does not."""
 
-_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)
-_STRIDE_METHODS = {
-    "view",
-    "view_as",
-    "as_strided",
-    "as_strided_",
-    "stride",
-    "is_contiguous",
-    "data_ptr",
-    "storage_offset",
-}
 _STRIDE_FUNCTIONS = {
     torch.as_strided,
     torch.ops.aten.view.default,
     torch.ops.aten.as_strided.default,
     torch.view_as_complex,
 }
-_SHAPE_READS = {"size", "dim", "ndimension", "numel", "__len__"}
 
 
 def require(*answers: Answer) -> None:
@@ -157,13 +141,13 @@ class Facts:
     def plain(self, call: Call) -> Answer:
         """Nothing but `torch.nn`'s own computation happens in the call, on ordinary tensors."""
         module = call.module
-        if module is not None and (answer := _plain_module(call.where, module)):
+        if module is not None and (answer := plain_module(call.where, module)):
             return answer
         for name in ("weight", "bias", "running_mean", "running_var"):
             if call.computed(name):
                 return f"the {name} of {call.where} is computed by the graph, not a parameter or a buffer"
             weight = call.weight(name)
-            if weight is not None and (answer := _plain_tensor(weight.name, weight.tensor)):
+            if weight is not None and (answer := plain_tensor(weight.name, weight.tensor)):
                 return answer
             if weight is not None and weight.node is not None and (w := self.mutations(weight.node).of(weight.node)):
                 return f"{weight.name} is written in the graph by node {w[0].name!r}"
@@ -174,7 +158,7 @@ class Facts:
         first_name, first = tensors[0]
         for name, tensor in tensors[1:]:
             if tensor.dtype != first.dtype:
-                return f"{first_name} is {_dtype(first)} and {name} is {_dtype(tensor)}; convert the model to one dtype"
+                return f"{first_name} is {dtype_name(first)} and {name} is {dtype_name(tensor)}; convert the model to one dtype"
             if tensor.device != first.device and not (tensor.is_meta or first.is_meta):
                 return f"{first_name} is on {first.device} and {name} on {tensor.device}; move the model to one device"
             if tensor.requires_grad != first.requires_grad:
@@ -215,8 +199,10 @@ class Facts:
     def strides_free(self, value: Node, width: int) -> Answer:
         """No user of `value`, whose last axis has `width` elements, needs more than that axis to be contiguous."""
         for user in value.users:
-            if _needs_strides(user, value, width):
-                return f"node {user.name!r} ({_target(user)}) needs {value.name!r} to be contiguous; use reshape there"
+            if needs_strides(user, value, width):
+                return (
+                    f"node {user.name!r} ({target_name(user)}) needs {value.name!r} to be contiguous; use reshape there"
+                )
         return None
 
     def distinct(self, calls: Sequence[Call]) -> Answer:
@@ -236,7 +222,7 @@ class Facts:
 
     def plain_tensor(self, weight: Weight) -> Answer:
         """The tensor is an ordinary dense floating-point tensor."""
-        return _plain_tensor(weight.name, weight.tensor)
+        return plain_tensor(weight.name, weight.tensor)
 
     def tensor(self, value: Any) -> Answer:
         """`value` is a tensor, and not a size or a number made of sizes."""
@@ -245,7 +231,7 @@ class Facts:
         known = value.meta.get("val")
         if known is not None:
             return that(isinstance(known, Tensor), f"{value.name!r} is a {type(known).__name__}, not a tensor")
-        return f"{value.name!r} is made of sizes, not a tensor" if _made_of_sizes(value) else None
+        return f"{value.name!r} is made of sizes, not a tensor" if made_of_sizes(value) else None
 
     def smooth(self, node: Node) -> Answer:
         """No result of `node` is rounded or compared, where a last bit can make a whole number's difference."""
@@ -267,7 +253,7 @@ class Facts:
         if graph not in self._roundings:
             found: dict[Node, Node] = {}
             for reader in reversed(node.graph.nodes):
-                rounding = reader if _rounds(reader) else found.get(reader) if _passes_on(reader) else None
+                rounding = reader if rounds(reader) else found.get(reader) if passes_on(reader) else None
                 if rounding is not None:
                     found |= dict.fromkeys(reader.all_input_nodes, rounding)
             self._roundings[graph] = found
@@ -280,93 +266,6 @@ class Facts:
     def unread(self, value: Any) -> bool:
         """No node reads this module or tensor."""
         return not self._readers.get(id(value))
-
-
-def reads_shape_only(node: Node) -> bool:
-    """Whether `node` asks a tensor for its shape, dtype or device, and nothing else."""
-    if node.op == "call_method":
-        return node.target in _SHAPE_READS
-    if node.op == "call_function":
-        if node.target is getattr:
-            return node.args[1] in ("shape", "dtype", "device", "ndim")
-        return node.target in (torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default, len)
-    return False
-
-
-_ROUNDING = {"floor", "ceil", "round", "trunc", "fix", "int", "long", "short", "floordiv", "floor_divide", "remainder"}
-_ROUNDING |= {
-    "mod",
-    "fmod",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "bucketize",
-    "searchsorted",
-    "argmax",
-    "argmin",
-    "bool",
-}
-_SMOOTH = {
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "div",
-    "neg",
-    "abs",
-    "clamp",
-    "relu",
-    "min",
-    "max",
-    "pow",
-    "sqrt",
-    "exp",
-    "log",
-}
-_SMOOTH |= {"view", "reshape", "transpose", "permute", "getitem", "to", "float", "contiguous", "clone", "sum", "mean"}
-_SMOOTH |= {"type", "half", "double", "flatten", "squeeze", "unsqueeze", "expand", "add_", "mul_", "div_", "square"}
-
-
-def _rounds(node: Node) -> bool:
-    """Whether `node` turns a floating-point value into one that is not."""
-    if node.op not in ("call_function", "call_method") or reads_shape_only(node):
-        return False
-    value = value_of(node)
-    if value is not None and not value.dtype.is_floating_point and not value.dtype.is_complex:
-        return any((v := value_of(n)) is not None and v.dtype.is_floating_point for n in node.all_input_nodes)
-    if node.target in ("to", "type"):
-        dtypes = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.dtype)]
-        return any(not dtype.is_floating_point and not dtype.is_complex for dtype in dtypes)
-    return _target(node).strip("_") in _ROUNDING or node.kwargs.get("rounding_mode") is not None
-
-
-def _passes_on(node: Node) -> bool:
-    """Whether a last bit of the argument is about a last bit of the result: arithmetic and views."""
-    return node.op in ("call_function", "call_method") and _target(node) in _SMOOTH
-
-
-def _made_of_sizes(node: Node) -> bool:
-    """Whether a value is a size, or arithmetic on sizes, where capture has left no fake value."""
-    stack, seen = [node], set()
-    while stack:
-        current = stack.pop()
-        if current in seen:
-            continue
-        seen.add(current)
-        if reads_shape_only(current) or current.target in (int, float, len):
-            return True
-        if current.target in (operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv):
-            stack.extend(current.all_input_nodes)
-    return False
-
-
-def value_of(node: Any) -> Tensor | None:
-    """The fake tensor that stands for the result of `node`, where capture has left one."""
-    value = node.meta.get("val") if isinstance(node, Node) else None
-    return value if isinstance(value, Tensor) else None
 
 
 def _graphs(root: GraphModule) -> dict[str, GraphModule]:
@@ -387,66 +286,5 @@ def _drop(index: dict[int, list[str]], value: Any, name: str) -> None:
         names.remove(name)
 
 
-def _plain_module(where: str, module: nn.Module) -> Answer:
-    if any(getattr(module, hooks, None) for hooks in _HOOKS):
-        return f"{where} has hooks, which would be lost; remove them, or wrap the module instead"
-    if parametrize.is_parametrized(module):
-        return f"{where} is parametrized; call torch.nn.utils.parametrize.remove_parametrizations first"
-    if "forward" in module.__dict__:
-        return f"{where} has a forward of its own, set on the instance"
-    for name in ("weight", "bias"):
-        if isinstance(module.__dict__.get(name), Tensor):
-            return f"{where}.{name} is computed by pruning or weight norm; make it permanent first (prune.remove)"
-    return None
-
-
-def _plain_tensor(name: str, tensor: Tensor) -> Answer:
-    if type(tensor) not in (Tensor, nn.Parameter):
-        return f"{name} is a {type(tensor).__name__}, not an ordinary tensor"
-    if tensor.layout is not torch.strided:
-        return f"{name} is {str(tensor.layout).removeprefix('torch.')}, not dense"
-    if not tensor.dtype.is_floating_point:
-        return f"{name} is {_dtype(tensor)}, not floating point"
-    return None
-
-
-def _needs_strides(user: Node, value: Node, width: int) -> bool:
-    if user.op == "call_method" and user.target in _STRIDE_METHODS:
-        sizes = user.args[1:] if user.args and user.args[0] is value else ()
-    elif user.op == "call_function" and user.target in _STRIDE_FUNCTIONS:
-        sizes = user.args[1:2]
-    else:
-        return False
-    if user.target not in ("view", torch.ops.aten.view.default):
-        return True
-    return not _splits_last_axis(user, sizes, width)
-
-
-def _splits_last_axis(view: Node, sizes: Sequence[Any], width: int) -> bool:
-    """Whether a view only divides the last axis: its trailing sizes multiply to `width`."""
-    shape: Iterable[Any] = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (list, tuple, torch.Size)) else sizes
-    known = value_of(view)
-    if known is not None:
-        shape = tuple(known.shape)
-    product = 1
-    for size in reversed(list(shape)):
-        if not isinstance(size, int) or size < 1:
-            return False
-        product *= size
-        if product == width:
-            return True
-    return False
-
-
 def _label(node: Node) -> str:
     return str(node.target) if node.op == "call_module" else repr(node.name)
-
-
-def _target(node: Node) -> str:
-    return (
-        str(node.target) if isinstance(node.target, str) else cast(str, getattr(node.target, "__name__", node.target))
-    )
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

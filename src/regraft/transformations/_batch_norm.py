@@ -17,7 +17,8 @@ from torch.fx import Node
 
 from regraft.core.edit import Edit
 from regraft.core.pattern import Match
-from regraft.core.query import Answer, Facts, reads_shape_only, require, that, value_of
+from regraft.core.query import Answer, Facts, require, that
+from regraft.core.values import reads_shape_only, value_of
 from regraft.core.vocabulary import CONV, DROPOUT, FLATTEN, IDENTITY, LINEAR, RESHAPE, TRANSPOSED_CONV, Call, Weight
 from regraft.core.weights import Derivation, wider
 from regraft.transformations._ranked import ranked

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from regraft.core.edit import Edit
 from regraft.core.pattern import Calls, Match
-from regraft.core.query import Facts, require, that, value_of
+from regraft.core.query import Facts, require, that
 from regraft.core.rewrite import Rewrite
+from regraft.core.values import value_of
 from regraft.core.vocabulary import DIVIDE, Call
 from regraft.core.weights import Derivation, wider
 

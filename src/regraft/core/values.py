@@ -1,0 +1,102 @@
+"""What the value of a single node is: a tensor, a size, a number that is rounded."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+_SHAPE_READS = {"size", "dim", "ndimension", "numel", "__len__"}
+_ROUNDING = {"floor", "ceil", "round", "trunc", "fix", "int", "long", "short", "floordiv", "floor_divide", "remainder"}
+_ROUNDING |= {
+    "mod",
+    "fmod",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "bucketize",
+    "searchsorted",
+    "argmax",
+    "argmin",
+    "bool",
+}
+_SMOOTH = {
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "div",
+    "neg",
+    "abs",
+    "clamp",
+    "relu",
+    "min",
+    "max",
+    "pow",
+    "sqrt",
+    "exp",
+    "log",
+}
+_SMOOTH |= {"view", "reshape", "transpose", "permute", "getitem", "to", "float", "contiguous", "clone", "sum", "mean"}
+_SMOOTH |= {"type", "half", "double", "flatten", "squeeze", "unsqueeze", "expand", "add_", "mul_", "div_", "square"}
+
+
+def reads_shape_only(node: Node) -> bool:
+    """Whether `node` asks a tensor for its shape, dtype or device, and nothing else."""
+    if node.op == "call_method":
+        return node.target in _SHAPE_READS
+    if node.op == "call_function":
+        if node.target is getattr:
+            return node.args[1] in ("shape", "dtype", "device", "ndim")
+        return node.target in (torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default, len)
+    return False
+
+
+def value_of(node: Any) -> Tensor | None:
+    """The fake tensor that stands for the result of `node`, where capture has left one."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return value if isinstance(value, Tensor) else None
+
+
+def rounds(node: Node) -> bool:
+    """Whether `node` turns a floating-point value into one that is not."""
+    if node.op not in ("call_function", "call_method") or reads_shape_only(node):
+        return False
+    value = value_of(node)
+    if value is not None and not value.dtype.is_floating_point and not value.dtype.is_complex:
+        return any((v := value_of(n)) is not None and v.dtype.is_floating_point for n in node.all_input_nodes)
+    if node.target in ("to", "type"):
+        dtypes = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.dtype)]
+        return any(not dtype.is_floating_point and not dtype.is_complex for dtype in dtypes)
+    return target_name(node).strip("_") in _ROUNDING or node.kwargs.get("rounding_mode") is not None
+
+
+def passes_on(node: Node) -> bool:
+    """Whether a last bit of the argument is about a last bit of the result: arithmetic and views."""
+    return node.op in ("call_function", "call_method") and target_name(node) in _SMOOTH
+
+
+def made_of_sizes(node: Node) -> bool:
+    """Whether a value is a size, or arithmetic on sizes, where capture has left no fake value."""
+    stack, seen = [node], set()
+    while stack:
+        current = stack.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        if reads_shape_only(current) or current.target in (int, float, len):
+            return True
+        if current.target in (operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv):
+            stack.extend(current.all_input_nodes)
+    return False
+
+
+def target_name(node: Node) -> str:
+    """The name of what a node calls."""
+    return node.target if isinstance(node.target, str) else str(getattr(node.target, "__name__", node.target))
