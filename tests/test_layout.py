@@ -49,7 +49,7 @@ MUTATING_METHODS = {
     *("graph_copy", "inserting_before", "inserting_after", "replace_all_uses_with", "replace_input_with"),
     *("update_arg", "update_kwarg", "insert_arg", "eliminate_dead_code", "on_generate_code"),
     *("add_module", "add_submodule", "set_submodule", "delete_submodule", "delete_all_unused_submodules"),
-    *("register_module", "register_parameter", "register_buffer", "load_state_dict", "__setattr__", "__delattr__"),
+    *("register_module", "register_parameter", "load_state_dict", "__setattr__", "__delattr__"),
 }
 MUTATING_ATTRIBUTES = {"args", "kwargs", "target", "op", "graph", "users", "training"}
 EDITORS = {"edit", "editor"}  # `edit.erase_node(...)` is how it is done

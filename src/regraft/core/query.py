@@ -158,7 +158,8 @@ class Facts:
         first_name, first = tensors[0]
         for name, tensor in tensors[1:]:
             if tensor.dtype != first.dtype:
-                return f"{first_name} is {dtype_name(first)} and {name} is {dtype_name(tensor)}; convert the model to one dtype"
+                what = f"{first_name} is {dtype_name(first)} and {name} is {dtype_name(tensor)}"
+                return f"{what}; convert the model to one dtype"
             if tensor.device != first.device and not (tensor.is_meta or first.is_meta):
                 return f"{first_name} is on {first.device} and {name} on {tensor.device}; move the model to one device"
             if tensor.requires_grad != first.requires_grad:

@@ -20,6 +20,12 @@ _STRIDE_METHODS = {
     "data_ptr",
     "storage_offset",
 }
+_STRIDE_FUNCTIONS = {
+    torch.as_strided,
+    torch.view_as_complex,
+    torch.ops.aten.view.default,
+    torch.ops.aten.as_strided.default,
+}
 
 
 def needs_strides(user: Node, value: Node, width: int) -> bool:

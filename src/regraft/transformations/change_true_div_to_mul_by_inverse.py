@@ -56,7 +56,7 @@ class ChangeTrueDivToMulByInverse(Rewrite):
             require(facts.plain_tensor(weight), facts.untouched(weight.node))
 
             name = edit.free_name(f"{weight.name}_inverse")
-            edit.put_buffer(name, (Inverse(), [weight]))
+            edit.put_buffer(name, (_Inverse(), [weight]))
             edit.replace(call.node, operator.mul, call["input"], edit.insert_weight(call.node, name))
             return f"multiplied by the inverse of {weight.name}"
         edit.replace(call.node, operator.mul, call["input"], 1 / divisor)
@@ -64,7 +64,7 @@ class ChangeTrueDivToMulByInverse(Rewrite):
 
 
 @dataclass(frozen=True)
-class Inverse(Derivation):
+class _Inverse(Derivation):
     """`1 / c`, one precision up, cast once."""
 
     def compute(self, *sources: Tensor) -> Tensor:
