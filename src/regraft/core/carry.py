@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 from regraft.core.edit import clone_module
 from regraft.core.errors import ReversalConflict
-from regraft.core.journal import Journal, SiteRecord, WeightRecord
+from regraft.core.journal import SiteRecord, WeightRecord
 from regraft.core.states import Changes, Key, Slot
 from regraft.core.vocabulary import attribute
 from regraft.core.weights import same_bits
@@ -29,26 +29,26 @@ def carry_back(gm: GraphModule, sites: Sequence[SiteRecord]) -> dict[str, Tensor
         ReversalConflict: where a weight has changed and its originals can't be computed from it.
     """
     carried: dict[str, Tensor] = {}
-    later: dict[str, Any] = {}  # what the slots held before the sites that are undone first
+    later: dict[str, Tensor] = {}  # what stood there before the sites that are undone first
     for site in reversed(sites):
+        held = tensors_of(before(site))
         for record in site.weights:
             derived = carried.pop(record.target, None)
-            replaced = derived is None and record.target in _tensors_of(later)
+            replaced = derived is None and record.target in later
             if derived is None:
-                derived = _tensors_of(later).get(record.target)
-            if derived is None:
-                derived = attribute(gm, record.target)
+                derived = later.get(record.target, attribute(gm, record.target))
             if not isinstance(derived, Tensor):
                 raise ReversalConflict(f"{record.target}, which {site.where} made, is gone")
-            carried |= _originals(site, record, derived, untouched=replaced)
-        later |= _before(site)
+            sources = [held.get(name, attribute(gm, name)) for name in record.sources]
+            carried |= _originals(site, record, derived, sources, untouched=replaced)
+        later |= held
     return carried
 
 
-def _originals(site: SiteRecord, record: WeightRecord, derived: Tensor, untouched: bool) -> dict[str, Tensor]:
-    """The sources of one weight, where they are not what the journal holds."""
-    held = _tensors_of(_before(site))
-    sources = [held.get(name) for name in record.sources]
+def _originals(
+    site: SiteRecord, record: WeightRecord, derived: Tensor, sources: Sequence[Any], untouched: bool
+) -> dict[str, Tensor]:
+    """The sources of one weight, where they are not what the journal, or the graph module, holds."""
     inverted = None
     if type(derived) in (Tensor, nn.Parameter):
         inverted = record.derivation.invert(derived.detach())
@@ -111,7 +111,7 @@ def changed_settings(gm: GraphModule, sites: Sequence[SiteRecord]) -> dict[str, 
     """What was set on replacements since they were made, by the names of the originals: training, requires_grad."""
     settings: dict[str, bool] = {}
     for site in sites:
-        originals = [name for name, value in _before(site).items() if isinstance(value, nn.Module)]
+        originals = [name for name, value in before(site).items() if isinstance(value, nn.Module)]
         for name, training in site.training.items():
             replacement = attribute(gm, name)
             if isinstance(replacement, nn.Module) and replacement.training is not training:
@@ -133,32 +133,13 @@ def apply_settings(gm: GraphModule, settings: dict[str, bool]) -> None:
             restored.requires_grad_(value)
 
 
-def convert(gm: GraphModule, function: Callable[[nn.Module], object]) -> None:
-    """Do to the originals in the journal what is being done to `gm` (`.to`, `.half`, `.cuda`), before it is done there.
-
-    Folded weights can't be made again from converted originals, so their digests are noted; `gm` itself converts next.
-    """
-    seen: set[int] = set()
-    for _, site in Journal.of(gm).sites():
-        for value in _before(site).values():
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-            if isinstance(value, nn.Module):
-                function(value)
-            elif isinstance(value, Tensor):
-                holder = nn.Module()
-                holder._parameters["value"] = value if isinstance(value, nn.Parameter) else None
-                function(holder)
-
-
-def _before(site: SiteRecord) -> dict[str, Any]:
+def before(site: SiteRecord) -> dict[str, Any]:
     """What the site replaced or removed, by qualified name."""
     slots: dict[Key, tuple[Slot | None, Slot | None]] = site.changes.slots
     return {f"{p}.{n}" if p else n: old.value for (p, n), (old, _) in slots.items() if old is not None}
 
 
-def _tensors_of(values: dict[str, Any]) -> dict[str, Tensor]:
+def tensors_of(values: dict[str, Any]) -> dict[str, Tensor]:
     """The tensors among the values, and in the modules among them, by qualified name."""
     found: dict[str, Tensor] = {}
     for name, value in values.items():

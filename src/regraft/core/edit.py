@@ -154,7 +154,7 @@ class Edit:
             for key, (_, new) in changes.slots.items()
             if new is not None and isinstance(new.value, nn.Module)
         }
-        return SiteRecord(number, where, sentence, changes, self._weights, training)
+        return SiteRecord(number, where, sentence, changes, self._weights, training, consume)
 
     def rollback(self) -> None:
         """As if nothing had been done."""

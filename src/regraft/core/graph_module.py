@@ -62,6 +62,13 @@ class GraphModule(torch.fx.GraphModule):
         clone.graph = graph
         return clone
 
+    def _apply(self, fn: Any, recurse: bool = True) -> GraphModule:
+        from regraft.core.convert import converting  # the journal knows graph modules, and so this one
+
+        with converting(self, fn):
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         attributes = _attributes(self)
         attributes["meta"] = portable(self.meta)

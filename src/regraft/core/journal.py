@@ -39,7 +39,7 @@ class SiteRecord:
     changes: Changes
     weights: list[WeightRecord] = field(default_factory=list)
     training: dict[str, bool] = field(default_factory=dict)
-    reversible: bool = True
+    consumed: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,100 @@
+"""What `gm.to(...)`, `.half()` and the like do to the originals in the journal: what they would have done in `gm`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from regraft.core.carry import before, digest, pristine, tensors_of
+from regraft.core.journal import Journal, SiteRecord, WeightRecord
+from regraft.core.states import Changes, Slot
+from regraft.core.vocabulary import attribute
+
+Convert = Callable[[Tensor], Tensor]
+
+_CHANGED = "changed"
+"""The digest of a weight that was no longer what the rewrite had made it: it equals that of no tensor."""
+
+
+@contextmanager
+def converting(gm: GraphModule, function: Convert) -> Iterator[None]:
+    """While `gm` is converted, do the same to the originals in its journal.
+
+    A fold can't be made again from converted originals, so the digest of the converted weight is noted where the weight
+    was still what the fold had made it. The journal's entries are written anew: a shallow copy of `gm` shares them.
+    """
+    if Journal.KEY not in gm.meta or not Journal.of(gm).steps:
+        yield
+        return
+    journal = Journal.of(gm)
+    intact = {(s.id, record.target) for s, record, derived, sources in _derived(gm) if _intact(record, derived, sources)}
+    modules = list(gm.modules())
+    parameters = [(module, leaf, value) for module in modules for leaf, value in module._parameters.items()]
+    here = {id(value) for value in (*modules, *(value for _, _, value in parameters))}
+    moved: dict[int, tuple[Any, Any]] = {}  # by id: what was there, which keeps its id from being used again, and is
+    for _, site in journal.sites():
+        for value in before(site).values():
+            if id(value) not in moved and id(value) not in here:
+                moved[id(value)] = value, _converted(value, _only_dtype(function) if site.consumed else function)
+    yield
+    moved |= {id(value): (value, module._parameters[leaf]) for module, leaf, value in parameters}
+    journal.steps = [replace(s, applied=tuple(_moved(site, moved) for site in s.applied)) for s in journal.steps]
+    for site, record, derived, _ in _derived(gm):
+        if record.derivation.invert(derived.detach()) is None:
+            record.digest = digest(derived) if (site.id, record.target) in intact else _CHANGED
+
+
+def _derived(gm: GraphModule) -> Iterator[tuple[SiteRecord, WeightRecord, Tensor, list[Tensor | None]]]:
+    """Every weight that a site has made, in `gm` or in what a later site has put by, with its sources."""
+    later: dict[str, Tensor] = {}
+    for _, site in reversed(list(Journal.of(gm).sites())):
+        held = tensors_of(before(site))
+        for record in site.weights:
+            derived = later.get(record.target, attribute(gm, record.target))
+            if isinstance(derived, Tensor):
+                sources = [held.get(n, later.get(n, attribute(gm, n))) for n in record.sources]
+                yield site, record, derived, sources
+        later |= held
+
+
+def _intact(record: WeightRecord, derived: Tensor, sources: list[Tensor | None]) -> bool:
+    present = [source for source in sources if isinstance(source, Tensor)]
+    return len(present) == len(sources) and pristine(record, derived, present)
+
+
+def _converted(value: Any, function: Convert) -> Any:
+    """What a module, a parameter or a buffer becomes; a module stays the same object, as in `nn.Module._apply`."""
+    if isinstance(value, nn.Module):
+        return value._apply(function)
+    if isinstance(value, nn.Parameter):
+        holder = nn.Module()
+        holder.register_parameter("value", value)
+        return holder._apply(function)._parameters["value"]
+    with torch.no_grad():
+        return function(value) if isinstance(value, Tensor) else value
+
+
+def _only_dtype(function: Convert) -> Convert:
+    """`function` for weights that were let go: there is nothing to move, but they come back in the dtype it gives."""
+
+    def convert(shell: Tensor) -> Tensor:
+        return shell.to(function(torch.empty(0, dtype=shell.dtype)).dtype)
+
+    return convert
+
+
+def _moved(site: SiteRecord, moved: dict[int, tuple[Any, Any]]) -> SiteRecord:
+    def now(slot: Slot | None) -> Slot | None:
+        if slot is None or id(slot.value) not in moved:
+            return slot
+        return Slot(slot.kind, moved[id(slot.value)][1], slot.persistent)
+
+    slots = {key: (now(old), now(new)) for key, (old, new) in site.changes.slots.items()}
+    changes = Changes(site.changes.nodes, slots, site.changes.anchors)
+    return replace(site, changes=changes, weights=[replace(record) for record in site.weights])
