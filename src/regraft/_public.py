@@ -1,0 +1,77 @@
+"""Everything that `regraft` offers: to add a name, import it here and put it into `__all__`.
+
+`regraft/__init__.py` imports this module when the first of the names is asked for.
+"""
+
+from regraft.capture import lift, symbolic_trace, trace
+from regraft.core.compose import compose
+from regraft.core.edit import Edit
+from regraft.core.errors import (
+    CaptureError,
+    NothingApplied,
+    Refused,
+    RegraftError,
+    ReversalConflict,
+    VerificationError,
+)
+from regraft.core.history import forget, history, undo
+from regraft.core.journal import Step
+from regraft.core.pattern import Calls, Match, Pattern, Siblings
+from regraft.core.query import Facts, require, that
+from regraft.core.report import Report
+from regraft.core.rewrite import Rewrite
+from regraft.core.transformation import ReversibleTransformation, Transformation
+from regraft.transformations import (
+    TRANSFORMATIONS,
+    ChangeTrueDivToMulByInverse,
+    DeepCopy,
+    FoldBatchNorm,
+    FuseBatchNorm1dInLinear,
+    FuseBatchNorm2dInConv2d,
+    FuseBiasInLinear,
+    LintAndRecompile,
+    MergeLinears,
+)
+from regraft.verify import Culprit, Verification, bisect, verify
+
+__all__ = [
+    "TRANSFORMATIONS",
+    "Calls",
+    "CaptureError",
+    "ChangeTrueDivToMulByInverse",
+    "Culprit",
+    "DeepCopy",
+    "Edit",
+    "Facts",
+    "FoldBatchNorm",
+    "FuseBatchNorm1dInLinear",
+    "FuseBatchNorm2dInConv2d",
+    "FuseBiasInLinear",
+    "LintAndRecompile",
+    "Match",
+    "MergeLinears",
+    "NothingApplied",
+    "Pattern",
+    "Refused",
+    "RegraftError",
+    "Report",
+    "ReversalConflict",
+    "ReversibleTransformation",
+    "Rewrite",
+    "Siblings",
+    "Step",
+    "Transformation",
+    "Verification",
+    "VerificationError",
+    "bisect",
+    "compose",
+    "forget",
+    "history",
+    "lift",
+    "require",
+    "symbolic_trace",
+    "that",
+    "trace",
+    "undo",
+    "verify",
+]
