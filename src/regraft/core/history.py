@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +28,7 @@ def history(gm: GraphModule) -> tuple[Step, ...]:
         >>> gm = rg.symbolic_trace(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.BatchNorm2d(4)).eval())
         >>> gm = rg.FuseBatchNorm2dInConv2d()(gm)
         >>> [(step.id, step.transformation, len(step.applied)) for step in rg.history(gm)]
-        [(2, 'FuseBatchNorm2dInConv2d', 1)]
+        [(1, 'FuseBatchNorm2dInConv2d', 1)]
     """
     return tuple(Journal.of(gm).steps) if Journal.KEY in gm.meta else ()
 
@@ -123,6 +124,30 @@ def _take_back(gm: GraphModule, journal: Journal, group: Sequence[_Pair]) -> Cha
     changes = with_values(changes, carry_back(gm, [site for _, site in group]))
     Reversal(gm, changes, journal.orders, signatures).apply()
     return changes
+
+
+def with_original_slots(gm: GraphModule, carry: bool) -> GraphModule:
+    """A shallow copy of `gm` that holds the modules and weights from before the first step; its graph is left as it is.
+
+    Args:
+        gm: The graph module, which is not changed.
+        carry: Give it the values that the weights have been trained to; else those that the journal holds.
+
+    Raises:
+        ReversalConflict: if a slot has been changed by something else since, or, with `carry`, if values would be lost.
+    """
+    original = copy.copy(gm)
+    journal = Journal.of(original)
+    journal.settle(original)
+    pairs = list(journal.sites())
+    sites = [site for _, site in pairs]
+    slots = Changes(slots=Changes.net(site.changes for site in sites).slots)
+    try:
+        Reversal(original, slots, journal.orders, set())  # conflicts come before questions of weights
+        Reversal(original, with_values(slots, carry_back(gm, sites) if carry else {}), journal.orders, set()).apply()
+    except Conflict as error:
+        raise _conflict(journal, pairs, error) from error
+    return original
 
 
 def lint_and_recompile(gm: GraphModule) -> None:

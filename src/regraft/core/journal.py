@@ -86,13 +86,14 @@ class Journal:
 
     steps: list[Step] = field(default_factory=list)
     orders: dict[Key, list[str]] = field(default_factory=dict)
-    last_id: int = 0
+    last_step: int = 0
+    last_site: int = 0
 
     KEY = "regraft.journal"
 
     def __copy__(self) -> Journal:
         orders = {key: list(order) for key, order in self.orders.items()}
-        return Journal(list(self.steps), orders, self.last_id)
+        return Journal(list(self.steps), orders, self.last_step, self.last_site)
 
     @classmethod
     def of(cls, gm: GraphModule) -> Journal:
@@ -101,10 +102,15 @@ class Journal:
         assert isinstance(journal, Journal)
         return journal
 
-    def new_id(self) -> int:
-        """A number for a step or a site."""
-        self.last_id += 1
-        return self.last_id
+    def new_step(self) -> int:
+        """A number for a step."""
+        self.last_step += 1
+        return self.last_step
+
+    def new_site(self) -> int:
+        """A number for a site."""
+        self.last_site += 1
+        return self.last_site
 
     def sites(self) -> Iterator[tuple[Step, SiteRecord]]:
         """Every site that stands, oldest first."""

@@ -165,4 +165,4 @@ class Rewrite(ReversibleTransformation):
                     raise
                 else:
                     erased |= edit.erased
-                    applied.append(edit.commit(journal.new_id(), where, sentence, consume))
+                    applied.append(edit.commit(journal.new_site(), where, sentence, consume))

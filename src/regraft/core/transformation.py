@@ -131,7 +131,7 @@ class Transformation(ABC):
             return
         changes = before.changes()
         sites = (
-            [SiteRecord(journal.new_id(), "whole graph", f"{len(changes.keys)} changes", changes)] if changes else []
+            [SiteRecord(journal.new_site(), "whole graph", f"{len(changes.keys)} changes", changes)] if changes else []
         )
         add_step(self, gm, sites, [], seconds)
 
@@ -207,7 +207,7 @@ def add_step(
     """Enter an application into the journal of `gm`."""
     journal = Journal.of(gm)
     step = Step(
-        journal.new_id(),
+        journal.new_step(),
         type(transformation).__name__,
         arguments_of(transformation),
         transformation.signature,

@@ -67,12 +67,16 @@ class Weight:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A node, read as an operation with named arguments."""
+    """A node, read as an operation with named arguments.
+
+    `where` is the qualified name of the module that it calls, or the place of a function call, when it was read.
+    """
 
     node: Node
     operation: Operation
     arguments: Mapping[str, Any]
     owner: GraphModule
+    where: str
     module: nn.Module | None = None
 
     def __getitem__(self, name: str) -> Any:
@@ -85,16 +89,11 @@ class Call:
         assert isinstance(value, Node)
         return value
 
-    @property
-    def where(self) -> str:
-        """The qualified name of what is called, for people."""
-        return str(self.node.target) if self.module is not None else location(self.node)
-
     def weight(self, name: str) -> Weight | None:
         """The parameter or buffer given as argument `name`, or None where it is absent or computed by the graph."""
         value = self[name]
         if isinstance(value, torch.Tensor) and self.module is not None:
-            return Weight(f"{self.node.target}.{name}", value, None)
+            return Weight(f"{self.where}.{name}", value, None)
         if isinstance(value, Node) and value.op == "get_attr":
             tensor = attribute(self.owner, str(value.target))
             return Weight(str(value.target), tensor, value) if isinstance(tensor, torch.Tensor) else None
@@ -252,7 +251,7 @@ def read(node: Any, owner: GraphModule) -> Call | None:
         return None
     order = operation.orders.get(node.target) if operation.orders and callable(node.target) else None
     arguments = _bind(tuple(order.split()) if order else operation.names, node.args, node.kwargs)
-    return Call(node, operation, arguments, owner) if arguments is not None else None
+    return Call(node, operation, arguments, owner, location(node)) if arguments is not None else None
 
 
 def _bind(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -275,4 +274,4 @@ def _read_module(node: Node, owner: GraphModule) -> Call | None:
     if operation is None or len(inputs) != 1 or not isinstance(inputs[0], Node):
         return None
     arguments = {name: getattr(module, name) for name in operation.names[1:] if hasattr(module, name)}
-    return Call(node, operation, {"input": inputs[0], **arguments}, owner, module)
+    return Call(node, operation, {"input": inputs[0], **arguments}, owner, str(node.target), module)
