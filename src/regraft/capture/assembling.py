@@ -131,5 +131,3 @@ def _nest(spec: Any, leaves: Any) -> Any:
     parts = [_nest(child, leaves) for child in torch_private.spec_children(spec)]
     kind: Callable[..., Any] = torch_private.spec_type(spec)
     return dict(zip(torch_private.spec_context(spec), parts)) if kind is dict else kind(parts)
-
-

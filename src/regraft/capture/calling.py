@@ -105,7 +105,9 @@ class Calling:
             [
                 inspect.Parameter(
                     argument.name,
-                    inspect.Parameter.POSITIONAL_OR_KEYWORD if index < self.positional else inspect.Parameter.KEYWORD_ONLY,
+                    inspect.Parameter.POSITIONAL_OR_KEYWORD
+                    if index < self.positional
+                    else inspect.Parameter.KEYWORD_ONLY,
                     default=argument.constant,
                 )
                 for index, argument in enumerate(self.arguments)

@@ -56,6 +56,8 @@ def _is_identity(node: Node, open_types: set[Node]) -> bool:
         return _is_idle_cast(node, open_types)
     if node.target is aten.slice.Tensor:
         return _is_whole_slice(node)
+    if node.target is aten.detach_.default:  # the second half of how `torch.tensor(...)` in a forward is exported
+        return isinstance(node.args[0], Node) and node.args[0].target is aten.lift_fresh_copy.default
     return node.target is aten.alias.default
 
 

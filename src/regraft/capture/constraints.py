@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +49,9 @@ class Constraints:
     def _compile(self) -> None:
         functions = guard_functions()
         expressions = {size for shape in self.shapes for size in shape if isinstance(size, str)} - set(self.ranges)
-        self._expressions = {source: eval(f"lambda s: {_over(source, self.ranges)}", functions) for source in expressions}
+        self._expressions = {
+            source: eval(f"lambda s: {_over(source, self.ranges)}", functions) for source in expressions
+        }
         self._conditions = [(said, eval(f"lambda d: {source}", functions)) for said, source in self.guards]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -100,7 +102,9 @@ class Constraints:
                 )
         if self._conditions:
             table = {
-                (position, axis): size for position, tensor in enumerate(tensors) for axis, size in enumerate(tensor.shape)
+                (position, axis): size
+                for position, tensor in enumerate(tensors)
+                for axis, size in enumerate(tensor.shape)
             }
             for said, holds in self._conditions:
                 if not holds(table):
@@ -109,6 +113,22 @@ class Constraints:
                         + ", ".join(f"{name} {tuple(t.shape)}" for name, t in zip(self.names, tensors))
                         + "; capture the model with an example of these sizes"
                     )
+
+    def require_together(self, symbol: str, group: Collection[str]) -> None:
+        """Let a size be one only where some others are one too.
+
+        Args:
+            symbol: the size.
+            group: the others.
+        """
+        position, axis = self.ranges[symbol].at
+        others = [self.ranges[other].at for other in sorted(group) if other != symbol]
+        said = " == ".join(f"{self.names[p]}.shape[{a}]" for p, a in others)
+        source = " and ".join(f"d[{p}, {a}] == 1" for p, a in others)
+        self.guards.append(
+            (f"{self.names[position]}.shape[{axis}] is 1 only if {said} == 1", f"d[{position}, {axis}] != 1 or ({source})")
+        )
+        self._compile()
 
     def describe(self, position: int) -> str:
         """The shape of one input, for people: symbols stand for the axes that vary.
@@ -127,7 +147,9 @@ class Constraints:
         return f"axis {axis} of {self.names[position]} has size {size}, expected {expected}: {cure}"
 
     def _outside(self, position: int, axis: int, bounds: Range, size: int) -> str:
-        limit = f"from {bounds.lower} to {int(bounds.upper)}" if bounds.upper < math.inf else f"of {bounds.lower} or more"
+        limit = (
+            f"from {bounds.lower} to {int(bounds.upper)}" if bounds.upper < math.inf else f"of {bounds.lower} or more"
+        )
         return (
             f"axis {axis} of {self.names[position]} has size {size}, expected a size {limit}: the model computes "
             "something else for other sizes, or nothing; capture it with an input of the size you need"
@@ -172,8 +194,10 @@ def constraints_of(
             if getattr(expr, "is_Symbol", False):
                 shape.append(expr.name)
                 found.setdefault(expr.name, _range(ranges.get(expr), (position, axis)))
+            elif getattr(expr, "is_Integer", True):
+                shape.append(int(expr))  # a size that was to vary, and that the model fixed, is symbolic still
             else:
-                shape.append(size if isinstance(size, int) else expression_source(expr))
+                shape.append(expression_source(expr))
         shapes.append(tuple(shape))
     _drop_unbound(shapes, found)
     positions = {leaf: position for position, leaf in enumerate(leaves)}

@@ -78,7 +78,9 @@ class Exported:
     enlarged: bool
 
 
-def export(model: nn.Module, call: Call, axes: Axes, ways: Sequence[Callable[[], AbstractContextManager[Any]]]) -> Exported:
+def export(
+    model: nn.Module, call: Call, axes: Axes, ways: Sequence[Callable[[], AbstractContextManager[Any]]]
+) -> Exported:
     """Export a model, in the first of some ways that works.
 
     Args:

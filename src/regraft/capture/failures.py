@@ -49,7 +49,9 @@ def capture_error(model: nn.Module, error: BaseException) -> CaptureError:
     reason = f"{type(error).__name__}: {said[0] if said else 'no message'}"
     text = f"{type(error).__name__} {error}"
     cure = next((cure for signs, cure in _CURES if any(sign in text for sign in signs)), _ELSE)
-    return CaptureError(f"{type(model).__name__} cannot be captured, because of {_where(model, error)}\n  {reason}\n{cure}")
+    return CaptureError(
+        f"{type(model).__name__} cannot be captured, because of {_where(model, error)}\n  {reason}\n{cure}"
+    )
 
 
 def _where(model: nn.Module, error: BaseException) -> str:

@@ -14,7 +14,8 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn
 def is_leaf(module: nn.Module) -> bool:
     """Whether a call of a module is one node: a layer of `torch.nn` without layers inside.
 
-    A subclass defined elsewhere is no leaf, because it may compute anything. A parametrized layer is one.
+    A subclass defined elsewhere is no leaf, because it may compute anything. A parametrized layer is none: its class is
+    made up at runtime, and torch refuses to save it.
 
     Args:
         module: any module.
@@ -25,7 +26,7 @@ def is_leaf(module: nn.Module) -> bool:
     """
     if isinstance(module, _CONTAINERS) or not type(module).__module__.startswith(("torch.nn.", "torch.ao.nn.")):
         return False
-    return all(name == "parametrizations" for name in module._modules)
+    return not module._modules
 
 
 def first_names(model: nn.Module) -> dict[int, str]:

@@ -7,14 +7,17 @@ they differ in one bit, a call with it is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import io
+from collections.abc import Sequence, Set
+from typing import Any
 
 import torch
 from torch import nn
 
 from regraft.capture import torch_private
 from regraft.capture.calling import Calling
-from regraft.capture.constraints import Constraints
+from regraft.capture.constraints import Constraints, Range
 from regraft.capture.signature import Call
 from regraft.capture.untouched import buffers_restored, untouched
 from regraft.core.graph_module import GraphModule
@@ -42,13 +45,30 @@ def allow_size_one(model: nn.Module, gm: GraphModule, call: Call, calling: Calli
         return not symbols
     for symbol in symbols:
         ranges[symbol].lower = 1
-    wrong = {symbol for symbol in symbols if not _agree(model, gm, call, _resized(call.leaves, constraints, {symbol}))}
-    together = set(symbols) - wrong
-    if len(together) > 1 and not _agree(model, gm, call, _resized(call.leaves, constraints, together)):
-        wrong |= together
-    for symbol in wrong:
-        ranges[symbol].lower = 2
-    return not wrong
+    verdicts = {
+        group: _agree(model, gm, call, _sample_of_one(call.leaves, constraints, group))
+        for group in _groups(ranges, symbols)
+    }
+    alone = {symbol for symbol in symbols if verdicts[frozenset({symbol})]}
+    for group, verdict in verdicts.items():
+        if verdict is False and group <= alone:
+            alone -= group
+    for symbol in symbols:
+        together = next((group for group, verdict in verdicts.items() if verdict and symbol in group), None)
+        if together is None or (len(together) == 1 and symbol not in alone):
+            ranges[symbol].lower = 2
+        elif symbol not in alone:
+            constraints.require_together(symbol, together)
+    return all(ranges[symbol].lower == 1 for symbol in symbols)
+
+
+def _groups(ranges: dict[str, Range], symbols: list[str]) -> list[frozenset[str]]:
+    """Which axes to make one together: each alone, those at one place in the shape (the batch), all."""
+    by_axis: dict[int, set[str]] = {}
+    for symbol in symbols:
+        by_axis.setdefault(ranges[symbol].at[1], set()).add(symbol)
+    groups = [frozenset({symbol}) for symbol in symbols] + [frozenset(group) for group in by_axis.values()]
+    return list(dict.fromkeys([*groups, frozenset(symbols)])) if symbols else []
 
 
 def agrees(model: nn.Module, gm: GraphModule, call: Call) -> bool:
@@ -59,34 +79,61 @@ def agrees(model: nn.Module, gm: GraphModule, call: Call) -> bool:
         gm: its graph.
         call: the call.
     """
-    return _agree(model, gm, call, list(call.leaves))
+    return _agree(model, gm, call, list(call.leaves)) is True
 
 
-def _resized(leaves: Sequence[torch.Tensor], constraints: Constraints, symbols: set[str]) -> list[torch.Tensor] | None:
-    """The sample cut down so that some symbols are one; None where a size depends on them in another way."""
+def _sample_of_one(
+    leaves: Sequence[torch.Tensor], constraints: Constraints, group: Set[str]
+) -> list[torch.Tensor] | None:
+    """The sample cut down so that some sizes are one; None where the graph's conditions then do not hold.
+
+    Where they do not, one other size is cut by as much: a mask as long as what is kept and what is new together.
+    """
+    sizes: dict[str, int] = {}
+    for leaf, shape in zip(leaves, constraints.shapes):
+        sizes.update({str(size): leaf.shape[axis] for axis, size in enumerate(shape) if size in constraints.ranges})
+    less = max(sizes[symbol] for symbol in group) - 1
+    wanted = {**sizes, **dict.fromkeys(group, 1)}
+    others = [symbol for symbol in sizes if symbol not in group and sizes[symbol] > less > 0]
+    for trial in [wanted, *({**wanted, other: sizes[other] - less} for other in others)]:
+        resized = _resized(leaves, constraints, trial)
+        try:
+            constraints.check(resized)
+        except TypeError:
+            continue
+        return resized
+    return None
+
+
+def _resized(leaves: Sequence[torch.Tensor], constraints: Constraints, sizes: dict[str, int]) -> list[torch.Tensor]:
     resized = []
     for leaf, shape in zip(leaves, constraints.shapes):
         for axis, size in enumerate(shape):
-            if size in symbols:
-                leaf = leaf.narrow(axis, 0, 1)
-            elif isinstance(size, str) and size not in constraints.ranges:
-                return None
+            if isinstance(size, str) and size in sizes:
+                leaf = leaf.narrow(axis, 0, sizes[size])
         resized.append(leaf.clone())
     return resized
 
 
-def _agree(model: nn.Module, gm: GraphModule, call: Call, leaves: list[torch.Tensor] | None) -> bool:
+def _agree(model: nn.Module, gm: GraphModule, call: Call, leaves: list[torch.Tensor] | None) -> bool | None:
+    """Whether the two agree on some inputs; None where the model itself does not take them, and so promises nothing."""
     if leaves is None:
-        return False
-    results = []
-    for module in (model, gm):
-        args, kwargs = call.rebuild([leaf.clone() for leaf in leaves])
-        try:
-            with untouched(model), buffers_restored(model), torch.no_grad():
-                results.append(torch_private.tree_leaves(module(*args, **kwargs)))
-        except Exception:  # a model that does not take this size makes no promise about it
-            return False
-    return len(results[0]) == len(results[1]) and all(_equal(a, b) for a, b in zip(*results))
+        return None
+    expected = _run(model, model, call, leaves)
+    if expected is None:
+        return None
+    given = _run(gm, model, call, leaves)
+    return given is not None and len(expected) == len(given) and all(_equal(a, b) for a, b in zip(expected, given))
+
+
+def _run(module: nn.Module, model: nn.Module, call: Call, leaves: list[torch.Tensor]) -> list[Any] | None:
+    args, kwargs = call.rebuild([leaf.clone() for leaf in leaves])
+    try:
+        # fx writes about a failing graph to stderr, where nobody is to read of a mere try
+        with untouched(model), buffers_restored(model), torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
+            return list(torch_private.tree_leaves(module(*args, **kwargs)))
+    except Exception:  # whatever a model raises when it does not take this size
+        return None
 
 
 def _equal(left: object, right: object) -> bool:

@@ -60,13 +60,17 @@ def _foreign_reads(model: nn.Module, module: nn.Module, region: list[Node]) -> s
     """The `get_attr` nodes in front of a region that read what is not the layer's: the model calls it on a weight."""
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers(), *vars(module).values())}
     reads = {used for node in region for used in node.all_input_nodes if used.op == "get_attr"}
-    return {read for read in reads if (tensor := attribute(model, str(read.target))) is not None and id(tensor) not in own}
+    return {
+        read for read in reads if (tensor := attribute(model, str(read.target))) is not None and id(tensor) not in own
+    }
 
 
 def _ends(module: nn.Module, region: list[Node], foreign: set[Node]) -> tuple[Node | None, Node | None]:
     """The one tensor that goes into a region and the one that comes out, or nothing where the call is not that plain."""
     inside = set(region)
-    sources = {used for node in region for used in node.all_input_nodes if used not in inside and _is_value(used)} | foreign
+    sources = {
+        used for node in region for used in node.all_input_nodes if used not in inside and _is_value(used)
+    } | foreign
     results = [node for node in region if any(user not in inside for user in node.users)]
     if len(sources) != 1 or len(results) != 1 or not isinstance(results[0].meta.get("val"), torch.Tensor):
         return None, None

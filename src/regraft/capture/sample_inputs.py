@@ -38,6 +38,7 @@ class SampleMaker:
     images: int
     narrow: bool
     past: int = 0
+    image_tokens: int = 0
 
     @classmethod
     def variants(cls, model: nn.Module, names: Sequence[str]) -> list[SampleMaker]:
@@ -48,9 +49,12 @@ class SampleMaker:
             names: the inputs that it is to get.
         """
         visual = any(name in _VISUAL for name in names)
-        both = visual and any(name not in _VISUAL for name in names)
+        both = visual and any(name not in _VISUAL for name in names) and _image_token(model) is None
         batches = [(_BATCH, _IMAGES), (_BATCH, _BATCH)] if both else [(_BATCH, _BATCH)]
-        return [cls(model, *sizes, narrow) for sizes in batches for narrow in ((False, True) if visual else (False,))]
+        plain = cls(model, _BATCH, _BATCH, False)
+        # a model whose config names its image size is made for that size; to leave it open takes export minutes
+        fixed = visual and plain.setting("image_size", "crop_size", of=_VISION, default=0) != 0
+        return [cls(model, *sizes, narrow) for sizes in batches for narrow in sorted({fixed, visual})]
 
     def make(self, names: Sequence[str]) -> dict[str, Any]:
         """The inputs by name.
@@ -63,6 +67,7 @@ class SampleMaker:
         """
         self.generator = torch.Generator().manual_seed(0)
         self.past = _PAST if "past_key_values" in names else 0
+        self.image_tokens = _tokens_per_image(self) if "pixel_values" in names and _image_token(self.model) else 0
         made: dict[str, Any] = {}
         for name in names:
             maker = _MAKERS.get(name)
@@ -142,11 +147,16 @@ class SampleMaker:
         """The shape of a batch of texts."""
         if "MultipleChoice" in type(self.model).__name__:
             return self.batch, _CHOICES, self.length
-        return self.batch, self.length
+        return self.batch, self.length + self.image_tokens
 
     def text(self) -> torch.Tensor:
-        """Token numbers, without those that mean something special."""
-        return self.integers(self.text_shape(), self.setting("vocab_size", of=_TEXT), start=3)
+        """Token numbers, without those that mean something special but for places that images go into."""
+        text = self.integers(self.text_shape(), self.setting("vocab_size", of=_TEXT), start=3)
+        token = _image_token(self.model)
+        if token is not None:
+            text[text == token] = (token + 1) % self.setting("vocab_size", of=_TEXT)
+            text[:, 1 : 1 + self.image_tokens] = token
+        return text
 
 
 _TEXT = "text_config decoder thinker_config"
@@ -157,7 +167,8 @@ def _mask(maker: SampleMaker) -> torch.Tensor:
     if str(getattr(maker.model, "main_input_name", "")) == "input_values":
         return torch.ones(maker.batch, _SAMPLES, dtype=torch.long, device=maker.device)
     *outer, length = maker.text_shape()
-    return torch.ones(*outer, length + maker.past, dtype=torch.long, device=maker.device)
+    past = 0 if getattr(maker.model.config, "is_encoder_decoder", False) else maker.past
+    return torch.ones(*outer, length + past, dtype=torch.long, device=maker.device)
 
 
 def _zeros(maker: SampleMaker) -> torch.Tensor:
@@ -187,6 +198,22 @@ def _image_size(maker: SampleMaker) -> tuple[int, int]:
     if isinstance(size, dict):
         size = (size.get("height", 224), size.get("width", 224))
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
+
+
+def _image_token(model: nn.Module) -> int | None:
+    """The token that stands for a piece of an image in a text; None for models that do not mix the two."""
+    for name in ("image_token_id", "image_token_index"):
+        token = getattr(model.config, name, None)
+        if isinstance(token, int) and token >= 0:
+            return token
+    return None
+
+
+def _tokens_per_image(maker: SampleMaker) -> int:
+    given = maker.setting("image_seq_length", "mm_tokens_per_image", default=0)
+    height, width = _image_size(maker)
+    patch = int(maker.setting("patch_size", of=_VISION, default=1))
+    return int(given) or (height // patch) * (width // patch)
 
 
 def _pixels(maker: SampleMaker) -> torch.Tensor:
@@ -258,7 +285,7 @@ def _past(maker: SampleMaker) -> Any:
     before = maker.integers((maker.batch, _PAST), maker.setting("vocab_size", of=_TEXT), start=3)
     kwargs: dict[str, Any] = {"input_ids": before, "use_cache": True}
     if getattr(model.config, "is_encoder_decoder", False):
-        kwargs["decoder_input_ids"] = before
+        kwargs.update(input_ids=maker.text(), decoder_input_ids=before)
     try:
         with untouched(model), torch.no_grad():
             kept = model(**kwargs).past_key_values

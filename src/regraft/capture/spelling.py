@@ -75,7 +75,9 @@ def _values(node: Node) -> dict[str, Any]:
     found = {}
     for position, parameter in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         default = parameter.default_value if parameter.has_default_value() else None
-        found[parameter.name] = node.args[position] if position < len(node.args) else node.kwargs.get(parameter.name, default)
+        found[parameter.name] = (
+            node.args[position] if position < len(node.args) else node.kwargs.get(parameter.name, default)
+        )
     return found
 
 
@@ -180,7 +182,12 @@ def _rsub(node: Node) -> Spelling | None:
     return ("call_function", operator.sub, (given["other"], given["self"]), {}) if given["alpha"] == 1 else None
 
 
+def _fresh_copy(node: Node) -> Spelling | None:
+    return "call_function", torch.clone, (node.args[0],), {}
+
+
 _SPECIAL: dict[Any, Callable[[Node], Spelling | None]] = {
+    aten.lift_fresh_copy.default: _fresh_copy,
     aten.slice.Tensor: _slice,
     aten.select.int: _select,
     aten.index.Tensor: _index,

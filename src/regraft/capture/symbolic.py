@@ -79,8 +79,7 @@ def _exported(model: nn.Module, names: Sequence[str]) -> GraphModule:
         except Unmakeable as error:
             listed = ", ".join(f'"{name}": ...' for name in names)
             raise CaptureError(
-                f"{error}; capture with an example instead: "
-                f'rg.trace(model, kwargs={{{listed}}}, dynamic_shapes="auto")'
+                f'{error}; capture with an example instead: rg.trace(model, kwargs={{{listed}}}, dynamic_shapes="auto")'
             ) from None
         call = take_apart(model, (), kwargs)
         axes = axes_of(call, "auto", model, (), kwargs)
@@ -88,7 +87,7 @@ def _exported(model: nn.Module, names: Sequence[str]) -> GraphModule:
         try:
             return capture(model, call, axes, automatic=True)
         except CaptureError as error:
-            failure = failure or error
+            failure = error  # the last way is the one that asks least
     assert failure is not None
     raise failure
 
