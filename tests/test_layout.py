@@ -22,6 +22,7 @@ LAYERS = {
     "transformations": {"core", "transformations"},
     "capture": {"core", "capture"},
     "verify": {"core", "verify"},
+    "testing": {"core", "verify", "testing"},
     "report": {"report", "core.history", "core.errors", "core.report", "core.results", "verify"},
     "cli": {""},
 }
@@ -37,12 +38,14 @@ OPTIONAL = {
     "rich": {"report"},
     "jinja2": {"report"},
     "matplotlib": {"report"},
+    "hypothesis": {"testing"},
 }
 
 # Who may change a GraphModule; everybody else asks `core/edit.py`, which keeps the journal.
 MAY_MUTATE = (
     *("core/edit.py", "core/states.py", "core/reversal.py", "core/carry.py", "core/arithmetic.py"),
-    *("core/graph_module.py", "core/graph_record.py", "core/fx_private.py", "core/snapshot.py", "capture/"),
+    *("core/graph_module.py", "core/graph_record.py", "core/fx_private.py", "core/snapshot.py", "core/checkpoint.py"),
+    "capture/",
 )
 MUTATING_METHODS = {
     *("erase_node", "create_node", "call_function", "call_module", "call_method", "placeholder", "node_copy"),

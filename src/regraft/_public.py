@@ -4,6 +4,7 @@
 """
 
 from regraft.capture import lift, symbolic_trace, trace
+from regraft.core.checkpoint import load_original_state_dict, original_state_dict
 from regraft.core.compose import compose
 from regraft.core.edit import Edit
 from regraft.core.errors import (
@@ -68,6 +69,8 @@ __all__ = [
     "forget",
     "history",
     "lift",
+    "load_original_state_dict",
+    "original_state_dict",
     "require",
     "symbolic_trace",
     "that",
