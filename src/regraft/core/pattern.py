@@ -10,9 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from torch import nn
 from torch.fx import GraphModule, Node
 
-from regraft.core.vocabulary import Call, Operation, read
+from regraft.core.vocabulary import Call, Operation, location, read
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,20 +60,30 @@ class Pattern(ABC):
 
 
 class Calls(Pattern):
-    """Every call of one of the operations."""
+    """Every call of one of the operations.
 
-    def __init__(self, *operations: Operation) -> None:
+    Args:
+        operations: The operations.
+        modules: The module types that count; all of the operations' where none are given. Function calls always do.
+    """
+
+    def __init__(self, *operations: Operation, modules: tuple[type[nn.Module], ...] = ()) -> None:
         self.operations = operations
+        self.modules = modules
 
     def candidates(self, owner: GraphModule) -> Iterator[tuple[Node, ...]]:
         for node in list(owner.graph.nodes):
-            call = read(node, owner)
-            if call is not None and call.operation in self.operations:
+            if self._wants(read(node, owner)):
                 yield (node,)
 
     def match(self, owner: GraphModule, nodes: tuple[Node, ...]) -> Match | None:
         match = super().match(owner, nodes)
-        return match if match is not None and match.call.operation in self.operations else None
+        return match if match is not None and self._wants(match.call) else None
+
+    def _wants(self, call: Call | None) -> bool:
+        if call is None or call.operation not in self.operations:
+            return False
+        return not self.modules or call.module is None or type(call.module) in self.modules
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from regraft.core.errors import Refused
+from regraft.core.flow import Flow
 from regraft.core.mutation import Mutations, writes
 from regraft.core.plainness import dtype_name, plain_module, plain_tensor
 from regraft.core.strides import needs_strides
@@ -50,7 +51,7 @@ def that(condition: bool, sentence: str) -> Answer:
     return None if condition else sentence
 
 
-class Facts:
+class Facts(Flow):
     """What is known of a graph module, its nested graph modules included.
 
     Args:
@@ -58,6 +59,7 @@ class Facts:
     """
 
     def __init__(self, root: GraphModule) -> None:
+        super().__init__()
         self.root = root
         self.graphs = _graphs(root)
         self._paths: dict[int, list[str]] = {}
@@ -174,7 +176,7 @@ class Facts:
 
     def only_user(self, value: Node, user: Node) -> Answer:
         """`value` is read by `user` alone; those who ask only for its shape don't count."""
-        others = [n for n in value.users if n is not user and not reads_shape_only(n)]
+        others = [n for n in value.users if n is not user and not reads_shape_only(n, value)]
         if others:
             return f"the result of {_label(value)} is also used by node {others[0].name!r}"
         return None
@@ -194,8 +196,8 @@ class Facts:
 
     def in_place(self, node: Node) -> Answer:
         """`node` itself writes into none of its arguments."""
-        owner = self.graphs[self._path_of[id(node.graph)]]
-        return f"node {node.name!r} works in place; use the out-of-place form" if writes(node, owner) else None
+        writing = writes(node, self.owner(node))
+        return f"node {node.name!r} works in place; use the out-of-place form" if writing else None
 
     def strides_free(self, value: Node, width: int) -> Answer:
         """No user of `value`, whose last axis has `width` elements, needs more than that axis to be contiguous."""
@@ -259,6 +261,9 @@ class Facts:
                     found |= dict.fromkeys(reader.all_input_nodes, rounding)
             self._roundings[graph] = found
         return self._roundings[graph].get(node)
+
+    def owner(self, node: Node) -> GraphModule:
+        return self.graphs[self._path_of[id(node.graph)]]
 
     def mutations(self, node: Node) -> Mutations:
         """The writes in the graph of `node`."""

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-_SHAPE_READS = {"size", "dim", "ndimension", "numel", "__len__"}
+_SHAPE_READS = {"size", "dim", "ndimension", "numel", "__len__", "len", "sym_size.int", "sym_numel.default"}
+_SHAPE_READS |= {"zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full"}
+_LIKE_ANOTHER = {"reshape_as", "view_as", "expand_as", "type_as"}
+_LIKE_ANOTHER |= {f"{name}.default" for name in _LIKE_ANOTHER}
 _ROUNDING = {"floor", "ceil", "round", "trunc", "fix", "int", "long", "short", "floordiv", "floor_divide", "remainder"}
 _ROUNDING |= {
     "mod",
@@ -47,15 +50,17 @@ _SMOOTH |= {"view", "reshape", "transpose", "permute", "getitem", "to", "float",
 _SMOOTH |= {"type", "half", "double", "flatten", "squeeze", "unsqueeze", "expand", "add_", "mul_", "div_", "square"}
 
 
-def reads_shape_only(node: Node) -> bool:
-    """Whether `node` asks a tensor for its shape, dtype or device, and nothing else."""
-    if node.op == "call_method":
-        return node.target in _SHAPE_READS
-    if node.op == "call_function":
-        if node.target is getattr:
-            return node.args[1] in ("shape", "dtype", "device", "ndim")
-        return node.target in (torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default, len)
-    return False
+def reads_shape_only(node: Node, value: Node | None = None) -> bool:
+    """Whether `node` asks a tensor (`value`, or any that it reads) for its shape, dtype or device, and nothing else."""
+    name = target_name(node)
+    if node.op not in ("call_method", "call_function"):
+        return False
+    if name in _LIKE_ANOTHER:
+        others = [*node.args[1:], node.kwargs.get("other")]
+        return value is not None and value in others and (not node.args or node.args[0] is not value)
+    if node.target is getattr:
+        return node.args[1] in ("shape", "dtype", "device", "ndim")
+    return name in _SHAPE_READS
 
 
 def value_of(node: Any) -> Tensor | None:

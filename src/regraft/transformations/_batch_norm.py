@@ -68,7 +68,7 @@ def fold(match: Match, edit: Edit, facts: Facts, pairs: tuple[tuple[Any, bool], 
     edit.erase(norm.node)
     edit.discard(norm)
     edit.discard(layer)
-    return f"folded {norm.where} into {layer.where}"
+    return f"folded {norm.where.rpartition('.')[2]} into {layer.where.rpartition('.')[2]}"
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _neighbours(match: Match, facts: Facts, pairs: tuple[tuple[Any, bool], ...])
         users = [*way[-2::-1], norm.node]
         require(*(facts.only_user(value, user) for value, user in zip(reversed(way), users, strict=True)))
         return Neighbours(norm, layer, True, tuple(reversed(way)))
-    readers = [user for user in norm.node.users if not reads_shape_only(user)]
+    readers = [user for user in norm.node.users if not reads_shape_only(user, norm.node)]
     follower = match.producer(readers[0]) if len(readers) == 1 else None
     if follower is not None and (follower.operation, False) in pairs and follower["input"] is norm.node:
         return Neighbours(norm, follower, False, (norm.node,))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from regraft.core.edit import Edit
 from regraft.core.pattern import Calls, Match
 from regraft.core.query import Facts
@@ -25,7 +27,7 @@ class FuseBatchNorm1dInLinear(Rewrite):
     """
 
     preserves_computation = True
-    pattern = Calls(BATCH_NORM)
+    pattern = Calls(BATCH_NORM, modules=(nn.BatchNorm1d,))
 
     def rewrite(self, match: Match, edit: Edit, facts: Facts) -> str:
         """See `Rewrite.rewrite`."""

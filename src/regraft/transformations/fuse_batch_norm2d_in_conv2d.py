@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from regraft.core.edit import Edit
 from regraft.core.pattern import Calls, Match
 from regraft.core.query import Facts
@@ -24,7 +26,7 @@ class FuseBatchNorm2dInConv2d(Rewrite):
     """
 
     preserves_computation = True
-    pattern = Calls(BATCH_NORM)
+    pattern = Calls(BATCH_NORM, modules=(nn.BatchNorm2d,))
 
     def rewrite(self, match: Match, edit: Edit, facts: Facts) -> str:
         """See `Rewrite.rewrite`."""
