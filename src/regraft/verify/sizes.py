@@ -105,15 +105,21 @@ def _argument_names(model: Callable[..., Any], inputs: Inputs) -> dict[str, str]
 
 
 def other_sizes(dynamic: Dynamic) -> list[dict[Any, int]]:
-    """Sizes to try: each symbol a little larger and by a different amount, each smaller, and one where allowed."""
+    """Sizes to try: each symbol a little larger and by a different amount, each smaller, and one where allowed.
+
+    Inputs that agree in the sample (a batch of token ids and one of masks) go on agreeing, even where the graph would
+    take each by itself: the reference may not.
+    """
 
     def bounded(symbol: Any, size: int) -> int:
         lower, upper = dynamic.ranges[symbol]
         return min(max(size, lower, 1), upper)
 
     symbols = sorted(dynamic.sample, key=str)
+    alike = [(min(a.dim for a in dynamic.axes if a.expression == s), dynamic.sample[s]) for s in symbols]
+    more = {s: 1 + sorted(set(alike)).index(key) for s, key in zip(symbols, alike, strict=True)}
     tries = [
-        {s: bounded(s, dynamic.sample[s] + 1 + i) for i, s in enumerate(symbols)},
+        {s: bounded(s, dynamic.sample[s] + more[s]) for s in symbols},
         {s: bounded(s, dynamic.sample[s] // 2) for s in symbols},
         {s: bounded(s, 1) for s in symbols},
     ]
