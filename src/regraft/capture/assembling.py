@@ -15,30 +15,39 @@ from regraft.capture.calling import Calling
 from regraft.capture.cleaning import clean
 from regraft.capture.codegen import CallingCodeGen
 from regraft.capture.constraints import constraints_of
-from regraft.capture.exporting import PREFIX, Exported
 from regraft.capture.lifting import lift_weights
 from regraft.capture.module_tree import graft_tree, place_tensor
 from regraft.capture.regions import collapse
-from regraft.capture.signature import Call
+from regraft.capture.signature import Interface
 from regraft.capture.spelling import spell
 from regraft.core.graph_module import GraphModule
 
 _NATIVE = (tuple, list, dict)
 
 
-def assemble(model: nn.Module, call: Call, exported: Exported, automatic: bool) -> GraphModule:
-    """The graph module of an exported model.
+def assemble(
+    model: nn.Module,
+    program: torch.export.ExportedProgram,
+    interface: Interface,
+    out_spec: Any,
+    *,
+    automatic: bool = False,
+    rename: Callable[[str], str] = str,
+) -> GraphModule:
+    """The graph module of an exported program.
 
     Args:
         model: the model; its layers, parameters and buffers are put into the graph module.
-        call: the call that it was exported with.
-        exported: what export made of it.
+        program: what it was exported to.
+        interface: how the graph is to be called.
+        out_spec: the structure of the result.
         automatic: whether every axis was asked to vary.
+        rename: from the program's qualified names to the model's.
 
     Raises:
         NotImplementedError: the program has an input that a graph module has no form for.
     """
-    graph, constants = lift_weights(exported.program, _without_prefix)
+    graph, constants = lift_weights(program, rename)
     clean(graph, model)
     _read_first_names(graph, model)
     collapse(graph, model)
@@ -48,18 +57,17 @@ def assemble(model: nn.Module, call: Call, exported: Exported, automatic: bool) 
     graft_tree(model, gm)
     for path, value in constants.items():
         place_tensor(gm, path, value)
-    _take_subgraphs(graph, exported.program, gm)
+    _take_subgraphs(graph, program, gm)
     inputs = graph.find_nodes(op="placeholder")
     constraints = constraints_of(
-        call.labels,
-        call.names,
+        interface.labels,
+        interface.sources,
         [node.meta["val"] for node in inputs],
-        exported.program.range_constraints,
-        torch_private.guards_of(exported.program),
+        program.range_constraints,
+        torch_private.guards_of(program),
         automatic,
     )
-    out_spec = _shape_output(graph, exported.out_spec)
-    calling = Calling(call.arguments, call.positional, constraints, out_spec)
+    calling = Calling(interface.arguments, interface.positional, constraints, _shape_output(graph, out_spec))
     graph.set_codegen(CallingCodeGen(calling, [str(node.target) for node in inputs]))
     graph.lint()
     gm.graph = graph
@@ -77,10 +85,6 @@ def _renamed(graph: Graph) -> Graph:
         nodes[node] = fresh.create_node(node.op, node.target, args, kwargs, type_expr=node.type)
         nodes[node].meta = node.meta
     return fresh
-
-
-def _without_prefix(path: str) -> str:
-    return path.removeprefix(PREFIX).removeprefix(".")
 
 
 def _read_first_names(graph: Graph, model: nn.Module) -> None:

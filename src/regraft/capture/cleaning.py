@@ -57,7 +57,7 @@ def _is_identity(node: Node, open_types: set[Node]) -> bool:
     if node.target is aten.slice.Tensor:
         return _is_whole_slice(node)
     if node.target is aten.detach_.default:  # the second half of how `torch.tensor(...)` in a forward is exported
-        return isinstance(node.args[0], Node) and node.args[0].target is aten.lift_fresh_copy.default
+        return node.args[0].target is aten.lift_fresh_copy.default
     return node.target is aten.alias.default
 
 
@@ -70,7 +70,7 @@ def _is_idle_cast(node: Node, open_types: set[Node]) -> bool:
         return False
     if _argument(node, "copy", False) or _argument(node, "memory_format", None) is not None:
         return False
-    return before.dtype == after.dtype and before.device == after.device and before.layout == after.layout
+    return bool(before.dtype == after.dtype) and before.device == after.device and before.layout == after.layout
 
 
 def _argument(node: Node, name: str, default: Any) -> Any:
@@ -92,9 +92,9 @@ def _types_of_inputs(graph: Graph) -> set[Node]:
     """The nodes whose dtype would follow that of an input: a call may give a float mask where an int was captured."""
     open_types: set[Node] = set()
     for node in graph.nodes:
-        if node.op == "placeholder":
-            open_types.add(node)
-        elif node.op == "call_function" and not _fixes_type(node) and not open_types.isdisjoint(node.all_input_nodes):
+        if node.op == "placeholder" or (
+            node.op == "call_function" and not _fixes_type(node) and not open_types.isdisjoint(node.all_input_nodes)
+        ):
             open_types.add(node)
     return open_types
 

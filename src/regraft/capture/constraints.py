@@ -12,8 +12,10 @@ import torch
 
 from regraft.capture.torch_private import expression_source, guard_functions, symbolic_expression
 
-_SIZE = re.compile(r"L\['(\w+)'\]\.size\(\)\[(\d+)\]")
-_SIMPLE = re.compile(r"L\['\w+'\]\.size\(\)\[\d+\] (==|>=|<=) (\d+|L\['\w+'\]\.size\(\)\[\d+\])")
+#: how a guard writes an input, such as `L['x']` or `L['cache'][0].keys`, and a size of it
+_INPUT = r"L(?:\['\w+'\]|\[\d+\]|\.(?!size\()\w+)+"
+_SIZE = re.compile(rf"({_INPUT})\.size\(\)\[(\d+)\]")
+_SIMPLE = re.compile(rf"{_INPUT}\.size\(\)\[\d+\] (==|>=|<=) (\d+|{_INPUT}\.size\(\)\[\d+\])")
 
 
 @dataclass
@@ -126,7 +128,10 @@ class Constraints:
         said = " == ".join(f"{self.names[p]}.shape[{a}]" for p, a in others)
         source = " and ".join(f"d[{p}, {a}] == 1" for p, a in others)
         self.guards.append(
-            (f"{self.names[position]}.shape[{axis}] is 1 only if {said} == 1", f"d[{position}, {axis}] != 1 or ({source})")
+            (
+                f"{self.names[position]}.shape[{axis}] is 1 only if {said} == 1",
+                f"d[{position}, {axis}] != 1 or ({source})",
+            )
         )
         self._compile()
 
@@ -179,7 +184,7 @@ def constraints_of(
 
     Args:
         names: what a user calls each input.
-        leaves: what the program calls each input.
+        leaves: how a guard writes each input.
         values: the fake tensor of each input.
         ranges: the program's `range_constraints`.
         guards: its conditions, as `torch_private.guards_of` gives them.

@@ -69,6 +69,15 @@ def _with_names(function: Callable[..., Any], names: Sequence[str]) -> Callable[
     return forward
 
 
+def without_prefix(path: str) -> str:
+    """The model's own name for what export calls `path`.
+
+    Args:
+        path: a qualified name inside of `Flat`.
+    """
+    return path.removeprefix(PREFIX).removeprefix(".")
+
+
 @dataclass
 class Exported:
     """An exported program, the structure of its result, and whether the sample had to be enlarged for it."""

@@ -16,23 +16,31 @@ from regraft.core.errors import CaptureError
 _CURES = (
     (
         ("DataDependent", "data-dependent", "Could not guard", "Could not extract specialized"),
-        "the model decides by the value of a tensor, which a graph cannot do; replace the decision by torch.where or "
-        "torch.cond, or pass the argument that the model would otherwise compute",
+        (
+            "the model decides by the value of a tensor, which a graph cannot do; replace the decision by torch.where "
+            "or torch.cond, or pass the argument that the model would otherwise compute"
+        ),
     ),
     (
         ("TraceError", "symbolically traced variables", "Proxy"),
-        "without an example of its call the model cannot be run; capture it with one: "
-        'rg.trace(model, args, kwargs, dynamic_shapes="auto")',
+        (
+            "without an example of its call the model cannot be run; capture it with one: "
+            'rg.trace(model, args, kwargs, dynamic_shapes="auto")'
+        ),
     ),
     (
         ("ConstraintViolation", "Constraints violated", "constraint"),
-        'the model does not work for every size that dynamic_shapes allows; use dynamic_shapes="auto", '
-        "which finds out what can vary",
+        (
+            'the model does not work for every size that dynamic_shapes allows; use dynamic_shapes="auto", '
+            "which finds out what can vary"
+        ),
     ),
     (
         ("pytree", "Unsupported output", "unsupported output", "Expected traced function"),
-        "the model returns an object that cannot be taken apart; register its class with "
-        "torch.utils._pytree.register_pytree_node",
+        (
+            "the model returns an object that cannot be taken apart; register its class with "
+            "torch.utils._pytree.register_pytree_node"
+        ),
     ),
 )
 _ELSE = "take this line out of the traced path, or capture the parts of the model before and after it with rg.trace"

@@ -78,7 +78,7 @@ def _is_call(path: str, rename: Callable[[str], str]) -> bool:
 def _write_back(
     program: torch.export.ExportedProgram, graph: Graph, nodes: dict[Node, Any], reads: dict[Node, str]
 ) -> None:
-    """Buffers and inputs that a program changes come as extra outputs in front of its own: write them, return the rest."""
+    """Buffers and inputs that a program changes come as extra outputs before its own: write them, return the rest."""
     signature = program.graph_signature
     mutated = {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}
     mutated.update(getattr(signature, "parameters_to_mutate", {}))

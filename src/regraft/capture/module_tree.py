@@ -24,7 +24,11 @@ def is_leaf(module: nn.Module) -> bool:
     >>> is_leaf(torch.nn.Linear(1, 1)), is_leaf(torch.nn.Sequential(torch.nn.Linear(1, 1)))
     (True, False)
     """
-    if isinstance(module, _CONTAINERS) or not type(module).__module__.startswith(("torch.nn.", "torch.ao.nn.")):
+    if (
+        type(module) is nn.Module
+        or isinstance(module, _CONTAINERS)
+        or not type(module).__module__.startswith(("torch.nn.", "torch.ao.nn."))
+    ):
         return False
     return not module._modules
 

@@ -1,8 +1,8 @@
 """Whether a captured graph is right for the size one, which export never looks at.
 
 Export takes every axis that varies to be of size two or more, and leaves out what a model does for one: a model that
-asks `if x.shape[0] == 1` is captured without the branch. So the graph and the model are run once on such an input. Where
-they differ in one bit, a call with it is refused.
+asks `if x.shape[0] == 1` is captured without the branch. So the graph and the model are run once on such an input.
+Where they differ in one bit, a call with it is refused.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def _foreign_reads(model: nn.Module, module: nn.Module, region: list[Node]) -> s
 
 
 def _ends(module: nn.Module, region: list[Node], foreign: set[Node]) -> tuple[Node | None, Node | None]:
-    """The one tensor that goes into a region and the one that comes out, or nothing where the call is not that plain."""
+    """The one tensor that goes into a region and the one that comes out; nothing where the call is not that plain."""
     inside = set(region)
     sources = {
         used for node in region for used in node.all_input_nodes if used not in inside and _is_value(used)

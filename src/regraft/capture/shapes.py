@@ -56,10 +56,9 @@ def axes_of(call: Call, dynamic_shapes: Any, model: nn.Module, args: Any, kwargs
 
 def _by_name(call: Call, dynamic_shapes: Any) -> dict[str, Any]:
     if isinstance(dynamic_shapes, Mapping):
-        known = {argument.name for argument in call.arguments}
         flat: dict[str, Any] = {}
         for name, spec in dynamic_shapes.items():
-            if name not in known and isinstance(spec, Mapping):  # torch.export nests what `**kwargs` took
+            if name == call.collector and isinstance(spec, Mapping):  # torch.export nests what `**kwargs` took
                 flat.update({str(key): value for key, value in spec.items()})
             else:
                 flat[str(name)] = spec

@@ -16,6 +16,23 @@ from regraft.capture.calling import Argument
 from regraft.core.errors import CaptureError
 
 
+@dataclass(frozen=True)
+class Interface:
+    """How a graph is to be called.
+
+    Args:
+        arguments: every parameter, in order, with the structure of its value.
+        positional: how many of them can be given by position.
+        labels: what a user calls each tensor.
+        sources: how the guards of the exported program write each tensor.
+    """
+
+    arguments: list[Argument]
+    positional: int
+    labels: list[str]
+    sources: list[str]
+
+
 @dataclass
 class Call:
     """One call of a model, taken apart.
@@ -28,7 +45,8 @@ class Call:
         leaves: the tensors, in order.
         labels: what a user calls each tensor.
         names: an identifier for each tensor.
-        keyed: the parameters that only `**kwargs` of the forward took.
+        by_position_only: the parameters that take no keyword.
+        collector: the name of the forward's `**kwargs`, where it has one.
     """
 
     arguments: list[Argument]
@@ -39,6 +57,12 @@ class Call:
     labels: list[str]
     names: list[str]
     by_position_only: set[str]
+    collector: str | None = None
+
+    @property
+    def interface(self) -> Interface:
+        """What of the call concerns the graph."""
+        return Interface(self.arguments, self.positional, self.labels, [f"L['{name}']" for name in self.names])
 
     def rebuild(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments for the model, with other tensors in the place of those it was taken from.
@@ -49,12 +73,12 @@ class Call:
         tensors: Iterator[Any] = iter(leaves)
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
-        for argument in self.arguments:
+        for index, argument in enumerate(self.arguments):
             flat = [next(tensors) if constant is None else constant[0] for constant in argument.leaves]
             if argument.name not in self.given:
                 continue
             value = flat[0] if argument.spec is None else torch_private.tree_unflatten(flat, argument.spec)
-            if argument.name in self.by_position_only or argument.name in self.starred or (self.starred and not kwargs):
+            if argument.name in self.by_position_only or (self.starred and index < self.positional):
                 args.append(value)
             else:
                 kwargs[argument.name] = value
@@ -92,6 +116,7 @@ def _take_parameter(call: Call, name: str, parameter: inspect.Parameter, bound: 
         call.positional = len(call.arguments)
         return
     if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+        call.collector = name
         for key, value in bound.get(name, {}).items():
             _take(call, key, value, given=True)
         return
@@ -142,6 +167,6 @@ def _refuse_opaque(name: str, value: Any) -> None:
         return
     if any(isinstance(part, torch.Tensor) for part in inside.values()):
         raise CaptureError(
-            f"the argument {name} is a {type(value).__name__}, an object with tensors inside that cannot be taken apart; "
-            f"register its class with torch.utils._pytree.register_pytree_node, or pass the tensors themselves"
+            f"the argument {name} is a {type(value).__name__}, an object with tensors inside that cannot be taken "
+            f"apart; register its class with torch.utils._pytree.register_pytree_node, or pass the tensors themselves"
         )

@@ -64,9 +64,9 @@ def _told(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _unpacked(node: Node) -> tuple[Any, ...]:
     """`x.view(2, 3)` rather than `x.view([2, 3])`, as people write it."""
-    if len(node.args) == 2 and isinstance(node.args[1], (list, tuple)) and node.args[1]:
-        if METHODS[node.target] in ("view", "expand", "repeat"):
-            return (node.args[0], *node.args[1])
+    sizes = node.args[1] if len(node.args) == 2 else None
+    if isinstance(sizes, (list, tuple)) and sizes and METHODS[node.target] in ("view", "expand", "repeat"):
+        return (node.args[0], *sizes)
     return node.args
 
 

@@ -58,17 +58,17 @@ def guards_of(program: torch.export.ExportedProgram) -> list[str]:
 def guard_functions() -> dict[str, Any]:
     """The names that the source of a guard may use."""
     try:
-        from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP as functions
+        from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
     except ImportError:
-        functions = {}
-    return {**functions, "math": math, "inf": math.inf}
+        return {"math": math, "inf": math.inf}
+    return {**SYMPY_INTERP, "math": math, "inf": math.inf}
 
 
 def expression_source(expr: Any) -> str:
     """A symbolic size as Python source over the names of its symbols."""
     from torch.utils._sympy.printers import PythonPrinter
 
-    return str(PythonPrinter().doprint(expr))  # type: ignore[no-untyped-call]
+    return str(PythonPrinter().doprint(expr))
 
 
 def symbolic_expression(size: Any) -> Any:

@@ -12,7 +12,7 @@ from regraft.capture import transformers_adapter
 from regraft.capture.assembling import assemble
 from regraft.capture.calling import Calling
 from regraft.capture.codegen import CallingCodeGen
-from regraft.capture.exporting import Exported, export
+from regraft.capture.exporting import Exported, export, without_prefix
 from regraft.capture.failures import capture_error
 from regraft.capture.probing import agrees, allow_size_one
 from regraft.capture.shapes import Axes, axes_of
@@ -74,7 +74,7 @@ def capture(model: nn.Module, call: Call, axes: Axes, automatic: bool) -> GraphM
         CaptureError: the model cannot be captured.
     """
     exported = _exported(model, call, axes)
-    gm = assemble(model, call, exported, automatic)
+    gm = _assembled(model, call, exported, automatic)
     allowed = allow_size_one(model, gm, call, _calling(gm))
     if exported.enlarged and not (allowed and agrees(model, gm, call)):
         # what holds for the larger sample does not for this one: take the axes of size one for fixed
@@ -82,10 +82,16 @@ def capture(model: nn.Module, call: Call, axes: Axes, automatic: bool) -> GraphM
             {axis: dim for axis, dim in (varying or {}).items() if leaf.shape[axis] > 1} or None
             for leaf, varying in zip(call.leaves, axes)
         ]
-        gm = assemble(model, call, _exported(model, call, plain), automatic)
+        gm = _assembled(model, call, _exported(model, call, plain), automatic)
         allow_size_one(model, gm, call, _calling(gm))
     transformers_adapter.dress(gm, model)
     return gm
+
+
+def _assembled(model: nn.Module, call: Call, exported: Exported, automatic: bool) -> GraphModule:
+    return assemble(
+        model, exported.program, call.interface, exported.out_spec, automatic=automatic, rename=without_prefix
+    )
 
 
 def _calling(gm: GraphModule) -> Calling:

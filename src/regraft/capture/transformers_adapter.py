@@ -55,7 +55,7 @@ def dress(gm: nn.Module, model: nn.Module) -> None:
         model: what it was captured from.
     """
     if is_pretrained(model):
-        gm.config = model.config  # type: ignore[assignment]
+        gm.config = model.config
 
 
 @contextlib.contextmanager

@@ -1,0 +1,405 @@
+"""`trace` and `symbolic_trace` on plain torch models, the awkward ones among them."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import pickle
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.nn import functional as F
+
+from regraft.capture import symbolic_trace, trace
+from regraft.core.errors import CaptureError
+from regraft.core.graph_module import GraphModule, adopt
+
+
+def targets(gm: torch.fx.GraphModule, op: str = "call_module") -> list[Any]:
+    return [node.target for node in gm.graph.nodes if node.op == op]
+
+
+class Layers(nn.Module):
+    """A layer called twice, one under two names, one that is not used, and functional calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.twice = nn.Linear(4, 4)
+        self.again = self.twice
+        self.unused = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.5)
+        self.tied = nn.Linear(4, 4, bias=False)
+        self.tied.weight = self.first.weight
+        self.alone = nn.Parameter(torch.randn(4))
+        self.register_buffer("kept", torch.randn(4))
+        self.register_buffer("lost", torch.randn(4), persistent=False)
+        self.plain = torch.randn(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.drop(self.norm(self.first(x)))
+        y = self.twice(self.again(self.twice(y))) / 7 + self.alone * self.kept - self.lost + self.plain
+        return F.linear(torch.div(y, 3.0), self.first.weight, self.first.bias) + self.tied(y)
+
+
+def randomised(model: nn.Module) -> Any:
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None:
+                module.running_mean.normal_()
+                module.running_var.uniform_(0.5, 2.0)
+                if module.weight is not None:
+                    module.weight.uniform_(0.5, 2.0)
+                    module.bias.normal_()
+    return model
+
+
+def test_layers_weights_and_names() -> None:
+    model = randomised(Layers()).eval()
+    gm = trace(model, (torch.randn(3, 4),), dynamic_shapes="auto")
+    assert targets(gm) == ["first", "norm", "twice", "twice", "twice", "tied"]
+    assert all(gm.get_submodule(name) is model.get_submodule(name) for name in targets(gm))
+    assert list(gm.state_dict()) == list(model.state_dict())
+    assert [*gm.named_parameters()] == [*model.named_parameters()]
+    assert gm.again is gm.twice
+    assert gm.tied.weight is gm.first.weight
+    for batch in (1, 2, 5):
+        x = torch.randn(batch, 4)
+        assert torch.equal(gm(x), model(x))
+        assert torch.equal(gm(x=x), model(x))
+    assert operator.truediv in targets(gm, "call_function")
+    assert set(targets(gm, "get_attr")) == {"alone", "kept", "lost", "plain", "first.weight", "first.bias"}
+    assert not any(isinstance(target, torch._ops.OpOverload) for target in targets(gm, "call_function"))
+
+
+def test_the_symbolic_way_has_the_same_tree() -> None:
+    model = randomised(Layers()).eval()
+    gm = symbolic_trace(model)
+    assert isinstance(gm, GraphModule)
+    assert list(gm.state_dict()) == list(model.state_dict())
+    assert [*gm.named_parameters()] == [*model.named_parameters()]
+    x = torch.randn(2, 4)
+    assert torch.equal(gm(x), model(x))
+    assert torch.equal(pickle.loads(pickle.dumps(gm))(x), model(x))
+
+
+def test_a_graph_module_is_given_back() -> None:
+    plain = torch.fx.symbolic_trace(nn.Linear(2, 2))
+    assert trace(plain) is plain
+    assert isinstance(plain, GraphModule)
+    assert symbolic_trace(plain) is plain
+
+
+def test_training_mode_keeps_dropout_and_statistics() -> None:
+    model = randomised(Layers()).train()
+    other = copy.deepcopy(model)
+    gm = trace(model, (torch.randn(3, 4),))
+    assert gm.training
+    assert "drop" in targets(gm)
+    x = torch.randn(3, 4)
+    torch.manual_seed(3)
+    expected = other(x)
+    torch.manual_seed(3)
+    assert torch.equal(gm(x), expected)
+    assert torch.equal(model.norm.running_mean, other.norm.running_mean)
+    assert model.norm.num_batches_tracked == other.norm.num_batches_tracked == 1
+
+
+def test_mixed_modes_stay_mixed() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).train(), nn.Dropout(0.5).eval())
+    model.training = False
+    gm = trace(model, (torch.randn(3, 4),))
+    assert not gm.training
+    assert gm.get_submodule("0").training
+    assert targets(gm) == ["0.0", "0.1"]
+
+
+def test_gradients_reach_the_model() -> None:
+    model = randomised(Layers()).eval()
+    gm = trace(model, (torch.randn(3, 4),))
+    x = torch.randn(3, 4)
+    gm(x).sum().backward()
+    given = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad()
+    model(x).sum().backward()
+    assert all(torch.equal(given[name], p.grad) for name, p in model.named_parameters() if p.grad is not None)
+
+
+def test_hooks_run_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+    model[0].register_forward_hook(lambda module, args, output: output * 2)
+    model[1].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    gm = trace(model, (torch.randn(3, 4),))
+    x = torch.randn(3, 4)
+    assert torch.equal(gm(x), model(x))
+    assert targets(gm) == ["0", "1"]
+
+
+def test_a_hook_on_the_model_itself() -> None:
+    model = nn.Sequential(nn.Linear(4, 4)).eval()
+    model.register_forward_hook(lambda module, args, output: output * 2)
+    gm = trace(model, (torch.randn(3, 4),))
+    x = torch.randn(3, 4)
+    assert torch.equal(gm(x), model(x))
+
+
+def test_pruned_and_parametrized_layers() -> None:
+    from torch.nn.utils import parametrizations, prune
+
+    model = nn.Sequential(nn.Linear(4, 4), parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4)).eval()
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    gm = trace(model, (torch.randn(3, 4),))
+    x = torch.randn(3, 4)
+    assert torch.equal(gm(x), model(x))
+    assert list(gm.state_dict()) == list(model.state_dict())
+    with torch.no_grad():
+        model[1].parametrizations.weight.original1.mul_(2)
+        model[0].weight_orig.mul_(2)
+    assert torch.equal(gm(x), model(x))
+    assert torch.equal(pickle.loads(pickle.dumps(gm))(x), model(x))
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.ReLU(inplace=True)
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.linear(x)
+        z = y[:]
+        z[:, 0].add_(1)
+        self.act(y)
+        self.count.add_(1)
+        x.mul_(2)
+        return y + x, z
+
+
+def test_what_is_written_in_place_stays_so() -> None:
+    model = InPlace().eval()
+    other = copy.deepcopy(model)
+    gm = trace(model, (torch.randn(3, 4),), dynamic_shapes="auto")
+    assert model.count == 0
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    for batch in (3, 5):
+        x = torch.randn(batch, 4)
+        left, right = x.clone(), x.clone()
+        for a, b in zip(other(left), gm(right)):
+            assert torch.equal(a, b)
+        assert torch.equal(left, right)
+    assert torch.equal(gm.count, other.count)
+
+
+class Structured(nn.Module):
+    class Pair(NamedTuple):
+        left: torch.Tensor
+        right: torch.Tensor
+
+    def forward(
+        self, x: dict[str, Any], *more: torch.Tensor, scale: float = 2.0, flag: bool = False, **rest: Any
+    ) -> Any:
+        out = x["a"] * scale + sum(more)
+        if flag:
+            out = -out
+        if rest:
+            out = out + rest["extra"]
+        return {"pair": self.Pair(out, x["b"][0]), "list": [out + 1, None, 3], "size": out.shape[0]}
+
+
+def test_containers_go_in_and_come_out() -> None:
+    model = Structured()
+    x = {"a": torch.randn(3, 2), "b": [torch.randn(2)]}
+    gm = trace(model, (x, torch.randn(3, 2)), {"flag": True, "extra": torch.randn(2)}, dynamic_shapes="auto")
+    x = {"a": torch.randn(5, 2), "b": [torch.randn(2)]}
+    more, extra = torch.randn(5, 2), torch.randn(2)
+    expected = model(x, more, flag=True, extra=extra)
+    given = gm(x, more, flag=True, extra=extra)
+    assert type(given["pair"]) is Structured.Pair
+    assert torch.equal(given["pair"].left, expected["pair"].left)
+    assert given["list"][1:] == [None, 3]
+    assert given["size"] == 5
+    with pytest.raises(TypeError, match="flag was True"):
+        gm(x, more, flag=False, extra=extra)
+    with pytest.raises(TypeError, match="x has another structure"):
+        gm({"a": x["a"]}, more, flag=True, extra=extra)
+    with pytest.raises(TypeError, match=r"x\['a'\] has 1 axes"):
+        gm({"a": x["a"][0], "b": x["b"]}, more, flag=True, extra=extra)
+
+
+class TwoInputs(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
+        out = x @ y
+        return out if z is None else out + z
+
+
+def test_wrong_shapes_name_argument_axis_and_cure() -> None:
+    gm = trace(TwoInputs(), (torch.randn(2, 3), torch.randn(3, 4)))
+    with pytest.raises(TypeError, match=r'axis 0 of x has size 5, expected 2: .*dynamic_shapes="auto"'):
+        gm(torch.randn(5, 3), torch.randn(3, 4))
+    with pytest.raises(TypeError, match="missing the argument y"):
+        gm(torch.randn(2, 3))
+    with pytest.raises(TypeError, match="unexpected argument z"):
+        gm(torch.randn(2, 3), torch.randn(3, 4), torch.randn(2, 4))
+    with pytest.raises(TypeError, match="y is a float"):
+        gm(torch.randn(2, 3), 1.0)
+    gm = trace(TwoInputs(), (torch.randn(2, 3), torch.randn(3, 4)), dynamic_shapes="auto")
+    assert gm(torch.randn(5, 7), torch.randn(7, 1)).shape == (5, 1)
+    with pytest.raises(TypeError, match="axis 0 of y has size 3, expected 7, the size of axis 1 of x"):
+        gm(torch.randn(5, 7), torch.randn(3, 4))
+    batch = Dim("batch", min=2, max=8)
+    gm = trace(TwoInputs(), (torch.randn(3, 3), torch.randn(3, 4)), dynamic_shapes={"x": {0: batch}, "y": None})
+    assert gm(torch.randn(8, 3), torch.randn(3, 4)).shape == (8, 4)
+    with pytest.raises(TypeError, match="axis 0 of x has size 9, expected a size from 1 to 8"):
+        gm(torch.randn(9, 3), torch.randn(3, 4))
+
+
+class BranchOnOne(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] == 1 else x * 3
+
+
+class OnlyEven(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] % 2 == 0 else x * 3
+
+
+def test_never_silently_wrong_at_another_size() -> None:
+    gm = trace(BranchOnOne(), (torch.randn(4, 2),), dynamic_shapes="auto")
+    assert gm(torch.ones(3, 2)).sum() == 18
+    with pytest.raises(TypeError, match="axis 0 of x has size 1, expected a size of 2 or more"):
+        gm(torch.ones(1, 2))
+    gm = trace(BranchOnOne(), (torch.randn(1, 2),), dynamic_shapes="auto")
+    assert gm(torch.ones(1, 2)).sum() == 4
+    with pytest.raises(TypeError, match="axis 0 of x has size 3, expected 1"):
+        gm(torch.ones(3, 2))
+    gm = trace(OnlyEven(), (torch.randn(4, 2),), dynamic_shapes="auto")
+    assert gm(torch.ones(6, 2)).sum() == 24
+    with pytest.raises(TypeError, match=r"x\.shape\[0\] % 2"):
+        gm(torch.ones(3, 2))
+
+
+def test_a_sample_of_one_still_gives_any_batch() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 2)).eval()
+    gm = trace(randomised(model), (torch.randn(1, 1, 8, 8),), dynamic_shapes="auto")
+    for batch in (1, 2, 5):
+        x = torch.randn(batch, 1, 8, 8)
+        assert torch.equal(gm(x), model(x))
+    assert targets(gm) == ["0", "1", "2", "3", "4"]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 3, batch_first=True)
+        self.attention = nn.MultiheadAttention(3, 1, batch_first=True)
+        self.up = nn.ConvTranspose1d(3, 3, 2, stride=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, _ = self.lstm(x)
+        x, _ = self.attention(x, x, x)
+        y = self.up(x.transpose(1, 2))
+        return self.up(y, output_size=[y.shape[-1] * 2 + 1])
+
+
+def test_layers_with_several_inputs_or_outputs_stay_right() -> None:
+    model = Recurrent().eval()
+    gm = trace(model, (torch.randn(3, 5, 4),))
+    x = torch.randn(3, 5, 4)
+    with torch.no_grad():
+        assert torch.equal(gm(x), model(x))
+    assert targets(gm) == ["up"]
+    assert list(gm.state_dict()) == list(model.state_dict())
+
+
+def test_a_transformer_encoder_of_torch() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    gm = trace(model, (torch.randn(3, 5, 8),), dynamic_shapes="auto")
+    x = torch.randn(2, 7, 8)
+    with torch.no_grad():
+        assert torch.allclose(gm(x), model(x), atol=1e-5)
+
+
+class Opaque(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        if y.sum() > 0:  # the line that stands in the way
+            return y
+        return -y
+
+
+@pytest.mark.parametrize("capture", [lambda m: trace(m, (torch.randn(2, 3),)), symbolic_trace])
+def test_what_cannot_be_captured_names_the_line(capture: Any) -> None:
+    with pytest.raises(CaptureError, match=r"test_trace\.py:\d+, in forward:\n    if y\.sum\(\) > 0") as caught:
+        capture(Opaque())
+    assert caught.value.__cause__ is not None
+
+
+def test_a_call_that_the_model_does_not_take() -> None:
+    with pytest.raises(TypeError, match="missing a required argument: 'y'"):
+        trace(TwoInputs(), (torch.randn(2, 3),))
+    with pytest.raises(TypeError, match="dynamic_shapes names w"):
+        trace(TwoInputs(), (torch.randn(2, 3), torch.randn(3, 4)), dynamic_shapes={"w": {0: Dim.AUTO}})
+
+
+def test_one_tensor_for_two_arguments() -> None:
+    x = torch.randn(3, 3)
+    gm = trace(TwoInputs(), (x, x))
+    y = torch.randn(3, 3)
+    assert torch.equal(gm(x, y), x @ y)
+
+
+class Functional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.bias = nn.Parameter(torch.randn(4))
+        self.register_buffer("mean", torch.randn(4))
+        self.register_buffer("var", torch.rand(4) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.linear(x, self.weight, self.bias)
+        y = F.batch_norm(y, self.mean, self.var, self.weight[0], self.bias, False, 0.1, 1e-3)
+        y = torch.div(y, 8.0) + y.div(2.0) - torch.true_divide(y, self.var)
+        y = F.layer_norm(y, (4,), self.weight[0], self.bias)
+        return F.softmax(F.gelu(y), dim=-1).view(-1, 2, 2).transpose(1, 2).reshape(-1, 4)[:, 1:3] @ self.weight[:2, :2]
+
+
+def test_functional_calls_are_spelled_as_people_write_them() -> None:
+    model = Functional()
+    gm = trace(model, (torch.randn(3, 4),), dynamic_shapes="auto")
+    functions = targets(gm, "call_function")
+    for function in (F.linear, F.batch_norm, operator.truediv, F.layer_norm, F.softmax, F.gelu, torch.matmul):
+        assert function in functions
+    assert functions.count(operator.truediv) == 3
+    assert "view" in targets(gm, "call_method")
+    for batch in (1, 6):
+        x = torch.randn(batch, 4)
+        assert torch.equal(gm(x), model(x))
+
+
+def test_the_graph_can_be_compiled_and_exported() -> None:
+    model = randomised(Layers()).eval()
+    gm = trace(model, (torch.randn(3, 4),), dynamic_shapes="auto")
+    x = torch.randn(5, 4)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(gm, fullgraph=True, backend="eager")(x), model(x))
+        program = torch.export.export(gm, (torch.randn(3, 4),), dynamic_shapes={"x": {0: Dim.AUTO}})
+        assert torch.equal(program.module()(x), model(x))
+        assert torch.equal(torch.fx.Interpreter(gm).run(x), model(x))
+    assert torch.equal(torch.fx.symbolic_trace(gm)(x), model(x))
+
+
+def test_adopting_keeps_the_object() -> None:
+    traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2)))
+    assert adopt(traced) is traced

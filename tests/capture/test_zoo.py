@@ -1,0 +1,212 @@
+"""Capture on many transformers architectures, with weights that are random everywhere."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from capture.zoo import BY_NAME, FAMILIES, Family, assert_same, make_inputs, randomised
+
+from regraft.capture import symbolic_trace
+from regraft.capture.module_tree import is_leaf
+
+#: the sizes at which each family is compared: batch and length
+SIZES = ((3, 11), (2, 7), (1, 5), (4, 1), (1, 1))
+#: what a family's own code does not take, or takes another way than the graph, which says so
+REFUSED = {
+    "mamba": {size for size in SIZES if size[1] != 11},  # its scan is a Python loop over the tokens
+    "mistral": {(1, 5), (4, 1), (1, 1)},  # its cache is cut to the window, which the branch for shorter texts is not
+}
+
+each_family = pytest.mark.parametrize("name", [family.name for family in FAMILIES])
+
+
+@cache
+def captured(name: str) -> tuple[Family, Any, Any]:
+    """A family, its model and its graph."""
+    family = BY_NAME[name]
+    model = family.build()
+    return family, model, symbolic_trace(model, family.inputs)
+
+
+@each_family
+def test_gives_the_models_bits_at_every_size(name: str) -> None:
+    family, model, gm = captured(name)
+    for batch, length in SIZES:
+        inputs = make_inputs(family, batch, length)
+        with torch.no_grad():
+            if (batch, length) in REFUSED.get(name, ()):
+                with pytest.raises(TypeError, match=family.inputs[0]):
+                    gm(**inputs)
+                continue
+            expected = model(**copy.deepcopy(inputs))
+            assert_same(expected, gm(**dict(reversed(inputs.items()))))
+
+
+@each_family
+def test_takes_arguments_by_position(name: str) -> None:
+    family, model, gm = captured(name)
+    inputs = make_inputs(family, 3, 11)
+    parameters = list(inspect.signature(model.forward).parameters)
+    last = max(parameters.index(given) for given in inputs)
+    values = [inputs.get(parameter) for parameter in parameters[: last + 1]]
+    with torch.no_grad():
+        assert_same(model(**inputs), gm(*values))
+
+
+@each_family
+def test_every_layer_is_called_under_its_name(name: str) -> None:
+    family, model, gm = captured(name)
+    names = {id(module): path for path, module in model.named_modules()}
+    called: set[str] = set()
+    handles = [
+        module.register_forward_hook(lambda module, args, output: called.add(names[id(module)]))
+        for module in model.modules()
+        if is_leaf(module) and not isinstance(module, (torch.nn.Dropout, torch.nn.Dropout2d, torch.nn.Identity))
+    ]
+    with torch.no_grad():
+        model(**make_inputs(family, 3, 11))
+    for handle in handles:
+        handle.remove()
+    in_graph = {str(node.target) for node in gm.graph.nodes if node.op == "call_module"}
+    assert {path for path in called if "parametrizations" not in path} <= in_graph
+    assert all(gm.get_submodule(path) is model.get_submodule(path) for path in in_graph)
+
+
+@each_family
+def test_holds_the_models_own_weights(name: str) -> None:
+    _, model, gm = captured(name)
+    assert list(gm.state_dict()) == list(model.state_dict())
+    for own, other in ((gm.named_parameters, model.named_parameters), (gm.named_buffers, model.named_buffers)):
+        mine = dict(own(remove_duplicate=False))
+        for path, tensor in other(remove_duplicate=False):
+            assert mine[path] is tensor, path
+    assert [path for path, _ in gm.named_parameters()] == [path for path, _ in model.named_parameters()]
+    assert gm.training is model.training
+
+
+@each_family
+def test_survives_copy_and_pickle(name: str) -> None:
+    family, _, gm = captured(name)
+    inputs = make_inputs(family, 3, 11)
+    with torch.no_grad():
+        expected = gm(**inputs)
+        for other in (copy.deepcopy(gm), pickle.loads(pickle.dumps(gm))):
+            assert other.code == gm.code
+            assert [node.name for node in other.graph.nodes] == [node.name for node in gm.graph.nodes]
+            for old, new in zip(gm.graph.nodes, other.graph.nodes):
+                assert old.meta.keys() == new.meta.keys()
+                assert str(old.meta.get("val")) == str(new.meta.get("val"))
+            assert list(other.state_dict()) == list(gm.state_dict())
+            assert_same(expected, other(**inputs))
+
+
+@each_family
+def test_every_node_says_what_it_gives(name: str) -> None:
+    _, _, gm = captured(name)
+    for node in gm.graph.nodes:
+        if node.op != "output":
+            assert "val" in node.meta, node
+        if node.op == "call_module":
+            assert node.meta["nn_module_stack"]
+            assert "stack_trace" in node.meta
+
+
+@each_family
+def test_a_wrong_call_names_the_argument(name: str) -> None:
+    family, _, gm = captured(name)
+    inputs = make_inputs(family, 3, 11)
+    first = family.inputs[0]
+    with pytest.raises(TypeError, match=first):
+        gm(**{key: value for key, value in inputs.items() if key != first})
+    with pytest.raises(TypeError, match="no_such_argument"):
+        gm(**inputs, no_such_argument=1)
+    with pytest.raises(TypeError, match=first):
+        gm(**{**inputs, first: inputs[first][0]})
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "resnet", "groupvit"])
+def test_the_model_is_untouched(name: str) -> None:
+    model = BY_NAME[name].build()
+    before = {path: (id(module), dict(vars(module))) for path, module in model.named_modules()}
+    values = {path: tensor.clone() for path, tensor in model.state_dict().items()}
+    config, random_state = copy.deepcopy(vars(model.config)), torch.get_rng_state()
+    symbolic_trace(model, BY_NAME[name].inputs)
+    assert torch.equal(random_state, torch.get_rng_state())
+    assert str(vars(model.config)) == str(config)
+    for path, module in model.named_modules():
+        assert before[path] == (id(module), dict(vars(module))), path
+    assert all(torch.equal(values[path], tensor) for path, tensor in model.state_dict().items())
+
+
+def test_groupvit_takes_different_numbers_of_images_and_texts() -> None:
+    family, model, _ = captured("groupvit")
+    gm = symbolic_trace(model, input_names=["input_ids", "attention_mask", "pixel_values"], disable_check=True)
+    inputs = {**make_inputs(family, 2, 6), "pixel_values": make_inputs(family, 1, 6)["pixel_values"]}
+    with torch.no_grad():
+        assert_same(model(**inputs), gm(**inputs))
+
+
+def test_a_decoder_goes_on_from_its_cache() -> None:
+    family, model, _ = captured("llama")
+    gm = symbolic_trace(model, ["input_ids", "attention_mask", "past_key_values"])
+    ids = make_inputs(family, 2, 8)["input_ids"]
+    with torch.no_grad():
+        expected, given = (model(ids[:, :4]).past_key_values for _ in range(2))
+        for step in range(4, 8):
+            mask = torch.ones(2, step + 1, dtype=torch.long)
+            left = model(ids[:, step : step + 1], attention_mask=mask, past_key_values=expected)
+            right = gm(input_ids=ids[:, step : step + 1], attention_mask=mask, past_key_values=given)
+            assert_same(left, right)
+            expected, given = left.past_key_values, right.past_key_values
+    assert_same(pickle.loads(pickle.dumps(gm)).code, gm.code)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "config", "names"),
+    [
+        ("LlamaForCausalLM", "llama", ["input_ids", "attention_mask", "labels"]),
+        ("T5ForConditionalGeneration", "t5", ["input_ids", "attention_mask", "labels"]),
+        ("BertForSequenceClassification", "bert", ["input_ids", "token_type_ids", "labels"]),
+        ("BertForTokenClassification", "bert", ["input_ids", "labels"]),
+        ("BertForQuestionAnswering", "bert", ["input_ids", "start_positions", "end_positions"]),
+        ("BertForMultipleChoice", "bert", ["input_ids", "attention_mask", "labels"]),
+        ("BertModel", "bert", ["inputs_embeds", "position_ids"]),
+        ("ViTForImageClassification", "vit", ["pixel_values", "labels"]),
+        ("BartModel", "bart", ["input_ids", "decoder_input_ids", "decoder_attention_mask"]),
+    ],
+)
+def test_makes_the_inputs_of_tasks(model_class: str, config: str, names: list[str]) -> None:
+    import transformers
+
+    model = randomised(getattr(transformers, model_class)(BY_NAME[config].build().config).eval())
+    gm = symbolic_trace(model, names)
+    assert [node.target for node in gm.graph.nodes if node.op == "placeholder"] == [
+        name for name in inspect.signature(model.forward).parameters if name in names
+    ]
+
+
+def test_what_cannot_be_made_says_how_to_pass_it() -> None:
+    from regraft.core.errors import CaptureError
+
+    _, model, _ = captured("bert")
+    with pytest.raises(CaptureError, match=r'rg\.trace\(model, kwargs=\{"encoder_hidden_states": \.\.\.'):
+        symbolic_trace(model, ["encoder_hidden_states"])
+    with pytest.raises(CaptureError, match="did you mean input_ids"):
+        symbolic_trace(model, ["input_id"])
+
+
+def test_a_mask_of_another_type_is_taken() -> None:
+    family, model, gm = captured("bert")
+    inputs = make_inputs(family, 3, 11)
+    inputs["attention_mask"] = inputs["attention_mask"].float()
+    with torch.no_grad():
+        assert_same(model(**inputs), gm(**inputs))
