@@ -135,7 +135,7 @@ class Facts(Flow):
             return f"{names[0]} is tied to {' and '.join(names[1:])}; untie them, or leave {call.where} as it is"
         readers = self._readers.get(id(tensor), set()) - {reader}
         if readers:
-            return f"{names[0] if names else call.where} is also read by node {next(iter(readers)).name!r}"
+            return f"{names[0] if names else call.where} is also read by node {min(r.name for r in readers)!r}"
         if reader is not None and len(reader.users) > 1:
             return f"{reader.target} is read by {len(reader.users)} nodes"
         return None
