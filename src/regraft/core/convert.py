@@ -33,7 +33,9 @@ def converting(gm: GraphModule, function: Convert) -> Iterator[None]:
         yield
         return
     journal = Journal.of(gm)
-    intact = {(s.id, record.target) for s, record, derived, sources in _derived(gm) if _intact(record, derived, sources)}
+    intact = {
+        (s.id, record.target) for s, record, derived, sources in _derived(gm) if _intact(record, derived, sources)
+    }
     modules = list(gm.modules())
     parameters = [(module, leaf, value) for module in modules for leaf, value in module._parameters.items()]
     here = {id(value) for value in (*modules, *(value for _, _, value in parameters))}

@@ -6,7 +6,7 @@ An `Edit` is the transaction of one site: it either happens wholly or leaves no 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,9 +16,9 @@ from torch.fx import Node
 from regraft.core.journal import SiteRecord, WeightRecord
 from regraft.core.query import Facts
 from regraft.core.reversal import Reversal
-from regraft.core.states import MARKS, Changes, Key, Recorder, Slot, write_slot
+from regraft.core.states import MARKS, Changes, Key, Recorder, Slot, module_at, write_slot
 from regraft.core.vocabulary import Call, Weight, attribute
-from regraft.core.weights import Derivation
+from regraft.core.weights import Derivation, Same
 
 Derived = tuple[Derivation, Sequence[Weight]]
 """A weight to be made: how, and from which weights."""
@@ -77,13 +77,26 @@ class Edit:
         for user in list(old.users):
             self._recorder.node(self._path, user)
         old.replace_all_uses_with(new, propagate_meta=False)
+        self._facts.redirected(old, new)
+
+    def rewire(self, user: Node, old: Node, new: Node) -> None:
+        """`user` reads `new` in the place of `old` from now on; other readers do not."""
+        self._recorder.node(self._path, user)
+        user.replace_input_with(old, new)
+        _mark(user, self._mark)
 
     def erase(self, node: Node) -> None:
         """Remove `node`, which nobody reads any more."""
         self._recorder.erased_node(self._path, node)
-        self._facts.forget(node, self.owner)
+        self._facts.forget(node)
         self._erased.add(node)
         self.owner.graph.erase_node(node)
+
+    def erase_unread(self, nodes: Iterable[Node]) -> None:
+        """Remove those of `nodes` that nobody reads any more, the last first, until all that are left are read."""
+        for node in sorted(nodes, reverse=True):
+            if not node.users:
+                self.erase(node)
 
     def follow(self, node: Node, value: Node) -> None:
         """Tell the oracle that `node` stands for `value`, whose memory it may share."""
@@ -107,9 +120,29 @@ class Edit:
             setattr(module, key, value)
         self._write(name, Slot("_modules", module))
 
+    def put_sharing(self, name: str, module: nn.Module) -> None:
+        """Put `module` under `name`, where it shares the weights of the module that stood there."""
+        for key, tensor in module._parameters.items():
+            if tensor is not None:
+                target = _join(self._path, f"{name}.{key}")
+                self._weights.append(WeightRecord(target, (target,), Same(), tensor.requires_grad))
+        self._write(name, Slot("_modules", module))
+
+    def writes(self, node: Node, value: Node) -> None:
+        """Tell the oracle that `node` writes into the memory of `value` from now on."""
+        self._facts.mutations(node).write(node, value)
+
     def put_buffer(self, name: str, derived: Derived) -> None:
         """Put a newly made buffer under `name`; it is not saved in the state dict unless its source was."""
         self._write(name, Slot("_buffers", self._derive(name, derived).detach(), persistent=False))
+
+    def put_weight(self, name: str, derived: Derived) -> None:
+        """Put a newly made tensor under `name`: a parameter where one of its sources is trained, else a buffer."""
+        value = self._derive(name, derived)
+        if value.requires_grad:
+            self._write(name, Slot("_parameters", value))
+        else:
+            self._write(name, Slot("_buffers", value.detach(), persistent=False))
 
     def free_name(self, name: str) -> str:
         """`name`, or `name_1`, ... where it is taken."""
@@ -176,7 +209,7 @@ class Edit:
 
     def _rewrite(self, node: Node, op: str, target: Any, args: Any, kwargs: Any) -> None:
         self._recorder.node(self._path, node)
-        self._facts.forget(node, self.owner)
+        self._facts.forget(node)
         node.op, node.target = op, target
         node.args, node.kwargs = args, kwargs
         self._facts.note(node, self.owner)
@@ -204,7 +237,7 @@ class Edit:
 
     def _write(self, name: str, slot: Slot | None) -> None:
         path, _, leaf = _join(self._path, name).rpartition(".")
-        parent = self._facts.root.get_submodule(path)
+        parent = module_at(self._facts.root, path)
         self._recorder.slot(path, leaf)
         old = Slot.of(parent, leaf)
         if old is not None:

@@ -50,6 +50,16 @@ def set_names_in_use(graph: Graph, names: dict[str, Any]) -> None:
     namespace._base_count = dict(names["count"])
 
 
+def release_name(graph: Graph, name: str) -> None:
+    """Let `name` be given again, as if its node had never been; fx itself keeps the names of erased nodes."""
+    namespace = graph._graph_namespace
+    namespace._used_names.discard(name)
+    base, _, number = name.rpartition("_")
+    if number.isdigit():
+        namespace._base_count.pop(base, None)  # it is counted anew, from the names in use
+    namespace._base_count.pop(name, None)
+
+
 def append_node(
     graph: Graph, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, type_expr: Any
 ) -> Node:

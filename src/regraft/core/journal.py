@@ -12,7 +12,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from regraft.core.order import merge_order, placed
-from regraft.core.states import Changes, Key
+from regraft.core.states import Changes, Key, module_at
 
 
 @dataclass
@@ -36,9 +36,9 @@ class SiteRecord:
     id: int
     where: str
     sentence: str
-    changes: Changes
-    weights: list[WeightRecord] = field(default_factory=list)
-    training: dict[str, bool] = field(default_factory=dict)
+    changes: Changes = field(repr=False)
+    weights: list[WeightRecord] = field(default_factory=list, repr=False)
+    training: dict[str, bool] = field(default_factory=dict, repr=False)
     consumed: bool = False
 
 
@@ -74,6 +74,9 @@ class Step:
 
     def __str__(self) -> str:
         return f"step {self.id}: {self.transformation}({self.arguments})"
+
+    def __repr__(self) -> str:
+        return f"<{self}, {len(self.applied)} applied, {len(self.refused)} refused>"
 
     def without(self, sites: set[int]) -> Step:
         """The step less the sites with these ids."""
@@ -138,7 +141,7 @@ class Journal:
         for key in list(self.orders):
             path, kind = key
             try:
-                owner = gm.get_submodule(path)
+                owner = module_at(gm, path)
             except AttributeError:
                 del self.orders[key]
                 continue

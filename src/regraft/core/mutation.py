@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -89,6 +89,8 @@ def _module_writes(module: Any) -> bool:
         return any(writes(node, module) for node in module.graph.nodes)
     if getattr(module, "inplace", False) is True:
         return True
+    if getattr(module, "regraft_pure", False) is True:  # one of regraft's own, which says so itself
+        return False
     return not type(module).__module__.startswith(("torch.nn.modules", "torch.ao.nn", "torch.nn.utils"))
 
 
@@ -182,6 +184,13 @@ class Mutations:
         """A rewrite has made `node`, whose result lies in the memory of `value`, or is `value` computed anew."""
         if self._writes:
             self._parent[self._root(node)] = self._root(value)
+
+    def write(self, node: Node, value: Node) -> None:
+        """A rewrite has made `node` write into the memory of `value`."""
+        if not self._writes:
+            self._unite_aliases()
+        self._parent[self._root(node)] = self._root(value)
+        insort(self._writes.setdefault(self._root(value), []), node)
 
     def _unite_aliases(self) -> None:
         inputs: Node | None = None

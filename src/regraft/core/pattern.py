@@ -18,10 +18,14 @@ from regraft.core.vocabulary import Call, Operation, location, read
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """A candidate site: the calls that the pattern found, in the order of the graph."""
+    """A candidate site: the calls that the pattern found, in the order of the graph.
+
+    `nodes` are the nodes of a site that need not be calls of known operations.
+    """
 
     owner: GraphModule
     calls: tuple[Call, ...]
+    nodes: tuple[Node, ...] = ()
 
     @property
     def call(self) -> Call:
@@ -33,6 +37,9 @@ class Match:
         """The site's place in the model: the calls' common module, or the one call."""
         if len(self.calls) == 1:
             return self.call.where
+        if not self.calls:
+            node = self.nodes[0]
+            return str(node.target) if node.op in ("call_module", "get_attr") else location(node)
         paths = [call.where.split(".") for call in self.calls]
         common = []
         for parts in zip(*paths, strict=False):

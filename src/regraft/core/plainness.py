@@ -32,6 +32,8 @@ def plain_tensor(name: str, tensor: Tensor) -> str | None:
     """None for an ordinary dense floating-point tensor; else what it is."""
     if type(tensor) not in (Tensor, nn.Parameter):
         return f"{name} is a {type(tensor).__name__}, not an ordinary tensor"
+    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+        return f"{name} has hooks on its gradient, which would be lost; remove them"
     if tensor.layout is not torch.strided:
         return f"{name} is {str(tensor.layout).removeprefix('torch.')}, not dense"
     if not tensor.dtype.is_floating_point:

@@ -15,10 +15,10 @@ from torch.fx import GraphModule, Node
 
 from regraft.core.errors import Refused
 from regraft.core.flow import Flow
-from regraft.core.mutation import Mutations, writes
+from regraft.core.mutation import Mutations, may_alias
 from regraft.core.plainness import dtype_name, plain_module, plain_tensor
-from regraft.core.strides import needs_strides
-from regraft.core.values import made_of_sizes, passes_on, reads_shape_only, rounds, target_name, value_of
+from regraft.core.strides import strided_reader
+from regraft.core.values import made_of_sizes, target_name, value_of
 from regraft.core.vocabulary import Call, Weight, attribute
 
 Answer = str | None
@@ -64,9 +64,9 @@ class Facts(Flow):
         self.graphs = _graphs(root)
         self._paths: dict[int, list[str]] = {}
         self._readers: dict[int, set[Node]] = {}
+        self._reads: dict[Node, list[int]] = {}
         self._names: dict[int, list[str]] = {}
         self._mutations = {path: Mutations(owner) for path, owner in self.graphs.items()}
-        self._roundings: dict[int, dict[Node, Node]] = {}
         self._path_of = {id(owner.graph): path for path, owner in self.graphs.items()}
         for name, module in root.named_modules(remove_duplicate=False):
             self._register(name, module)
@@ -77,14 +77,19 @@ class Facts(Flow):
     # What changes while rules edit: the editor keeps these up to date.
 
     def note(self, node: Node, owner: GraphModule) -> None:
-        """`node` reads a module or a weight."""
+        """`node` reads a module with its weights, or one weight."""
         if node.op in ("call_module", "get_attr"):
-            self._readers.setdefault(id(attribute(owner, str(node.target))), set()).add(node)
+            value = attribute(owner, str(node.target))
+            whole = isinstance(value, nn.Module) and not isinstance(value, GraphModule)  # whose own nodes read its parts
+            parts = (*value.parameters(), *value.buffers()) if whole else ()
+            self._reads[node] = [id(part) for part in (value, *parts)]
+            for part in self._reads[node]:
+                self._readers.setdefault(part, set()).add(node)
 
-    def forget(self, node: Node, owner: GraphModule) -> None:
+    def forget(self, node: Node) -> None:
         """`node` no longer reads what it read."""
-        if node.op in ("call_module", "get_attr"):
-            self._readers.get(id(attribute(owner, str(node.target))), set()).discard(node)
+        for part in self._reads.pop(node, ()):
+            self._readers[part].discard(node)
 
     def add(self, name: str, value: Any) -> None:
         """The module or tensor `value` now stands under the qualified `name`."""
@@ -115,14 +120,24 @@ class Facts(Flow):
 
     # The questions.
 
+    def called_once(self, call: Call) -> Answer:
+        """The module is called in one place."""
+        readers = self._readers.get(id(call.module), set()) if call.module is not None else set()
+        if len(readers) > 1:
+            return f"{call.where} is called {len(readers)} times, and a rewrite of one call would change the others"
+        return None
+
+    def one_name(self, call: Call) -> Answer:
+        """The module is registered under one name."""
+        paths = self._paths.get(id(call.module), []) if call.module is not None else []
+        if len(paths) > 1:
+            return f"{call.where} is registered under several names ({', '.join(paths)}); give each its own copy"
+        return None
+
     def alone(self, call: Call) -> Answer:
         """The module is called once and has one name; its weights are read by it alone and tied to nothing."""
-        if call.module is not None:
-            paths, readers = self._paths.get(id(call.module), []), self._readers.get(id(call.module), set())
-            if len(readers) > 1:
-                return f"{call.where} is called {len(readers)} times, and a rewrite of one call would change the others"
-            if len(paths) > 1:
-                return f"{call.where} is registered under several names ({', '.join(paths)}); give each its own copy"
+        if answer := self.called_once(call) or self.one_name(call):
+            return answer
         for name in ("weight", "bias", "running_mean", "running_var"):
             weight = call.weight(name)
             if weight is not None and (answer := self._untied(call, weight.tensor, weight.node)):
@@ -133,11 +148,19 @@ class Facts(Flow):
         names = self._names.get(id(tensor), [])
         if len(names) > 1:
             return f"{names[0]} is tied to {' and '.join(names[1:])}; untie them, or leave {call.where} as it is"
-        readers = self._readers.get(id(tensor), set()) - {reader}
+        readers = self._readers.get(id(tensor), set()) - {reader, call.node}
         if readers:
             return f"{names[0] if names else call.where} is also read by node {min(r.name for r in readers)!r}"
         if reader is not None and len(reader.users) > 1:
             return f"{reader.target} is read by {len(reader.users)} nodes"
+        return None
+
+    def read_once(self, weight: Weight) -> Answer:
+        """The weight is read by one node alone, once, and tied to nothing."""
+        names, readers = self._names.get(id(weight.tensor), []), self._readers.get(id(weight.tensor), set())
+        others = [reader.name for reader in readers if reader is not weight.node]
+        if len(names) > 1 or others or (weight.node is not None and len(weight.node.users) > 1):
+            return f"{weight.name} is tied, or read elsewhere, and is trained: it must stay one parameter"
         return None
 
     def plain(self, call: Call) -> Answer:
@@ -174,39 +197,22 @@ class Facts(Flow):
         training = call.module.training if call.module is not None else bool(call["training"])
         return f"{call.where} is in training mode; call .eval() on the model first" if training else None
 
-    def only_user(self, value: Node, user: Node) -> Answer:
-        """`value` is read by `user` alone; those who ask only for its shape don't count."""
-        others = [n for n in value.users if n is not user and not reads_shape_only(n, value)]
-        if others:
-            return f"the result of {_label(value)} is also used by node {others[0].name!r}"
+    def disposable(self, value: Node, last: Node) -> Answer:
+        """After `last` nobody reads the memory of `value`, which its node made: `last` may write into it."""
+        owner = self.graphs[self._path_of[id(value.graph)]]
+        if value.op in ("placeholder", "get_attr") or may_alias(value, owner) or self.mutations(value).of(value):
+            return f"{value.name!r} may be the memory of another value"
+        for user in value.users:
+            if user is not last and (last < user or user.op == "output" or may_alias(user, owner)):
+                return f"{value.name!r} is read by node {user.name!r} after node {last.name!r}"
         return None
-
-    def unchanged(self, value: Node, first: Node, last: Node) -> Answer:
-        """Nothing writes into `value` between `first` and `last`."""
-        start, end = (first, last) if first < last else (last, first)
-        writer = self.mutations(value).between(value, start, end)
-        if writer is not None:
-            return f"node {writer.name!r} changes {value.name!r} in place between {start.name!r} and {end.name!r}"
-        return None
-
-    def untouched(self, value: Node) -> Answer:
-        """Nothing ever writes into `value`."""
-        written = self.mutations(value).of(value)
-        return f"node {written[0].name!r} changes {value.name!r} in place" if written else None
-
-    def in_place(self, node: Node) -> Answer:
-        """`node` itself writes into none of its arguments."""
-        writing = writes(node, self.owner(node))
-        return f"node {node.name!r} works in place; use the out-of-place form" if writing else None
 
     def strides_free(self, value: Node, width: int) -> Answer:
         """No user of `value`, whose last axis has `width` elements, needs more than that axis to be contiguous."""
-        for user in value.users:
-            if needs_strides(user, value, width):
-                return (
-                    f"node {user.name!r} ({target_name(user)}) needs {value.name!r} to be contiguous; use reshape there"
-                )
-        return None
+        user = strided_reader(value, width, self.owner(value))
+        if user is None:
+            return None
+        return f"node {user.name!r} ({target_name(user)}) needs {value.name!r} to be contiguous; use reshape there"
 
     def distinct(self, calls: Sequence[Call]) -> Answer:
         """No two of the calls use the same weight."""
@@ -234,12 +240,9 @@ class Facts(Flow):
         known = value.meta.get("val")
         if known is not None:
             return that(isinstance(known, Tensor), f"{value.name!r} is a {type(known).__name__}, not a tensor")
-        return f"{value.name!r} is made of sizes, not a tensor" if made_of_sizes(value) else None
-
-    def smooth(self, node: Node) -> Answer:
-        """No result of `node` is rounded or compared, where a last bit can make a whole number's difference."""
-        rounding = self._rounded(node)
-        return f"the result of {node.name!r} is rounded or compared by node {rounding.name!r}" if rounding else None
+        if value.graph not in self._sizes:
+            self._sizes[value.graph] = made_of_sizes(value.graph)
+        return f"{value.name!r} is made of sizes, not a tensor" if value in self._sizes[value.graph] else None
 
     def rank(self, node: Any) -> int | None:
         """The number of axes of a value, where capture knows it."""
@@ -250,17 +253,6 @@ class Facts(Flow):
         """A fake tensor like the result of `node`, with `width` elements in its last axis."""
         value = value_of(node)
         return value.new_empty((*value.shape[:-1], width)) if value is not None else None
-
-    def _rounded(self, node: Node) -> Node | None:
-        graph = id(node.graph)
-        if graph not in self._roundings:
-            found: dict[Node, Node] = {}
-            for reader in reversed(node.graph.nodes):
-                rounding = reader if rounds(reader) else found.get(reader) if passes_on(reader) else None
-                if rounding is not None:
-                    found |= dict.fromkeys(reader.all_input_nodes, rounding)
-            self._roundings[graph] = found
-        return self._roundings[graph].get(node)
 
     def owner(self, node: Node) -> GraphModule:
         return self.graphs[self._path_of[id(node.graph)]]
@@ -290,7 +282,3 @@ def _drop(index: dict[int, list[str]], value: Any, name: str) -> None:
     names = index.get(id(value), [])
     if name in names:
         names.remove(name)
-
-
-def _label(node: Node) -> str:
-    return str(node.target) if node.op == "call_module" else repr(node.name)

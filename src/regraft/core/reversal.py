@@ -11,8 +11,9 @@ from typing import Any, cast
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
+from regraft.core.fx_private import release_name
 from regraft.core.order import placed
-from regraft.core.states import MARKS, TABLES, Changes, Key, NodeState, Ref, Slot, refs, same, write_slot
+from regraft.core.states import MARKS, TABLES, Changes, Key, NodeState, Ref, Slot, module_at, refs, same, write_slot
 
 
 class Conflict(Exception):
@@ -64,14 +65,14 @@ class Reversal:
             graph.apply(placed(self.orders.get((graph.path, "nodes"), []), anchors), self.signatures)
         touched = set()
         for (path, name), (before, _) in self.slots.items():
-            write_slot(self.root.get_submodule(path), name, before)
+            write_slot(module_at(self.root, path), name, before)
             touched.add(path)
         for path in touched:
             self._reorder(path)
         return [graph.owner for graph in self.graphs]
 
     def _reorder(self, path: str) -> None:
-        parent = self.root.get_submodule(path)
+        parent = module_at(self.root, path)
         for kind in TABLES:
             table = parent.__dict__[kind]
             known = self.orders.get((path, kind), [])
@@ -151,6 +152,7 @@ class _GraphReversal:
             self._write(self.live[name], before, after, args, kwargs, signatures)
         for name in sorted(self.erase, key=lambda n: self.live[n], reverse=True):
             graph.erase_node(self.live[name])
+            release_name(graph, name)
 
     def _write(
         self, node: Node, before: NodeState, after: NodeState, args: Any, kwargs: Any, signatures: set[str]
@@ -183,7 +185,7 @@ def _by_path(nodes: dict[Key, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _graph_module(root: GraphModule, path: str) -> GraphModule:
     try:
-        owner = root.get_submodule(path)
+        owner = module_at(root, path)
     except AttributeError:
         raise Conflict((path, ""), f"the graph module {path!r} is gone") from None
     if not isinstance(owner, GraphModule):
@@ -194,7 +196,7 @@ def _graph_module(root: GraphModule, path: str) -> GraphModule:
 def _expect_slot(root: GraphModule, path: str, name: str, after: Slot | None) -> None:
     label = f"{path}.{name}" if path else name
     try:
-        now = Slot.of(root.get_submodule(path), name)
+        now = Slot.of(module_at(root, path), name)
     except AttributeError:
         raise Conflict((path, name), f"the module {path!r} is gone") from None
     if after is None and now is not None:

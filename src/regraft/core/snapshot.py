@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from regraft.core.journal import Journal
 from regraft.core.reversal import Reversal
-from regraft.core.states import TABLES, Changes, Key, NodeState, Slot
+from regraft.core.states import TABLES, Changes, Key, NodeState, Slot, module_at
 
 
 class Snapshot:
@@ -37,7 +37,7 @@ class Snapshot:
         self._codes = {path: owner._code for path, owner in _owners(gm)}
         self._writes = _CopyBeforeWrite(self._slots)
         for path, kind in _tables(gm):
-            self._journal.orders.setdefault((path, kind), list(gm.get_submodule(path).__dict__[kind]))
+            self._journal.orders.setdefault((path, kind), list(module_at(gm, path).__dict__[kind]))
 
     @contextmanager
     def guard(self) -> Iterator[None]:

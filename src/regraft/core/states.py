@@ -128,6 +128,20 @@ class Changes:
         return result
 
 
+def module_at(root: nn.Module, path: str) -> nn.Module:
+    """`root.get_submodule(path)`, straight through the tables: it is asked for at every edit.
+
+    Raises:
+        AttributeError: if there is no such module.
+    """
+    module: nn.Module | None = root
+    for part in path.split(".") if path else ():
+        module = module.__dict__["_modules"].get(part) if module is not None else None
+    if module is None:
+        raise AttributeError(f"there is no module {path!r}")
+    return module
+
+
 class Recorder:
     """Notes the state of whatever is about to be touched; knows what has changed since, and can put it back."""
 
@@ -153,7 +167,7 @@ class Recorder:
 
     def slot(self, path: str, name: str) -> None:
         """The slot `name` of the module at `path` is about to change."""
-        parent = self.root.get_submodule(path)
+        parent = module_at(self.root, path)
         self.slots.setdefault((path, name), Slot.of(parent, name))
         for kind in TABLES:
             self.orders.setdefault((path, kind), list(parent.__dict__[kind]))
@@ -166,7 +180,7 @@ class Recorder:
             if before is not None or after is not None:
                 result.nodes[key] = (before, after)
         for (path, name), slot in self.slots.items():
-            now = Slot.of(self.root.get_submodule(path), name)
+            now = Slot.of(module_at(self.root, path), name)
             if not (slot is now is None or (slot is not None and slot.same(now) and slot.kind != "_buffers")):
                 result.slots[path, name] = (slot, now)
         return result

@@ -1,50 +1,78 @@
-"""Who needs a tensor to be contiguous."""
+"""Who needs a tensor to be contiguous: those who read it, and those who read a view of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
-from regraft.core.values import value_of
+from regraft.core.mutation import may_alias
+from regraft.core.values import reads_shape_only, target_name, value_of
+from regraft.core.vocabulary import attribute
 
-_STRIDE_METHODS = {
-    "view",
-    "view_as",
-    "as_strided",
-    "as_strided_",
-    "stride",
-    "is_contiguous",
-    "data_ptr",
-    "storage_offset",
-}
-_STRIDE_FUNCTIONS = {
-    torch.as_strided,
-    torch.view_as_complex,
-    torch.ops.aten.view.default,
-    torch.ops.aten.as_strided.default,
-}
+_VIEWS = {"view", "_unsafe_view"}
+_STRIDED = {"view_as", "as_strided", "as_strided_", "stride", "sym_stride", "is_contiguous", "data_ptr"}
+_STRIDED |= {"storage_offset", "sym_storage_offset", "view_as_complex"}
+_CONTIGUOUS = {"contiguous", "clone"}
 
 
-def needs_strides(user: Node, value: Node, width: int) -> bool:
-    """Whether `user` needs more of `value` than that its last axis, of `width` elements, is contiguous."""
-    if user.op == "call_method" and user.target in _STRIDE_METHODS:
-        sizes = user.args[1:] if user.args and user.args[0] is value else ()
-    elif user.op == "call_function" and user.target in _STRIDE_FUNCTIONS:
-        sizes = user.args[1:2]
-    else:
+def strided_reader(value: Node, width: int, owner: GraphModule) -> Node | None:
+    """A node that needs more of `value` than that its last axis, of `width` elements, is contiguous."""
+    for user in value.users:
+        if _needs_strides(user, value, owner) and not _splits_last_axis(user, width):
+            return user
+    pending, seen = [value], {value}
+    while pending:
+        for view in _views(pending.pop(), owner):
+            if view not in seen:
+                seen.add(view)
+                pending.append(view)
+                for user in view.users:
+                    if _needs_strides(user, view, owner):
+                        return user
+    return None
+
+
+def depends_on_strides(user: Node, value: Node, owner: GraphModule) -> bool:
+    """Whether `user` itself may fail, or answer otherwise, where `value` has other strides."""
+    return _needs_strides(user, value, owner)
+
+
+def _views(value: Node, owner: GraphModule) -> Iterator[Node]:
+    """What may lie in the memory of `value`, with strides that come from its own."""
+    for user in value.users:
+        if may_alias(user, owner) and not reads_shape_only(user, value) and _name(user) not in _CONTIGUOUS:
+            yield user
+
+
+def _needs_strides(user: Node, value: Node, owner: GraphModule) -> bool:
+    if user.op == "call_module":
+        return _module_may_need(attribute(owner, str(user.target)))
+    if user.op not in ("call_method", "call_function") or value not in (*user.args[:1], *user.kwargs.values()):
         return False
-    if user.target not in ("view", torch.ops.aten.view.default):
-        return True
-    return not _splits_last_axis(user, sizes, width)
+    return _name(user) in _VIEWS | _STRIDED
 
 
-def _splits_last_axis(view: Node, sizes: Sequence[Any], width: int) -> bool:
+def _module_may_need(module: Any) -> bool:
+    """Whether a module may view its input: one that is not torch's own may do anything."""
+    if isinstance(module, GraphModule):
+        return any(_name(node) in _VIEWS | _STRIDED for node in module.graph.nodes)
+    return not hasattr(module, "regraft_pure") and not type(module).__module__.startswith("torch.")
+
+
+def _name(node: Node) -> str:
+    return target_name(node).partition(".")[0] if node.op in ("call_method", "call_function") else ""
+
+
+def _splits_last_axis(view: Node, width: int) -> bool:
     """Whether a view only divides the last axis: its trailing sizes multiply to `width`."""
+    sizes: Sequence[Any] = view.args[1:]
     shape: Iterable[Any] = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (list, tuple, torch.Size)) else sizes
     known = value_of(view)
+    if _name(view) not in _VIEWS:
+        return False
     if known is not None:
         shape = tuple(known.shape)
     product = 1

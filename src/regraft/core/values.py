@@ -7,10 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 _SHAPE_READS = {"size", "dim", "ndimension", "numel", "__len__", "len", "sym_size.int", "sym_numel.default"}
-_SHAPE_READS |= {"zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full"}
+_MAKERS = {"zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full"}
+_ARITHMETIC = {
+    operator.add,
+    operator.sub,
+    operator.mul,
+    operator.truediv,
+    operator.floordiv,
+    operator.mod,
+    operator.neg,
+}
 _LIKE_ANOTHER = {"reshape_as", "view_as", "expand_as", "type_as"}
 _LIKE_ANOTHER |= {f"{name}.default" for name in _LIKE_ANOTHER}
 _ROUNDING = {"floor", "ceil", "round", "trunc", "fix", "int", "long", "short", "floordiv", "floor_divide", "remainder"}
@@ -60,7 +69,7 @@ def reads_shape_only(node: Node, value: Node | None = None) -> bool:
         return value is not None and value in others and (not node.args or node.args[0] is not value)
     if node.target is getattr:
         return node.args[1] in ("shape", "dtype", "device", "ndim")
-    return name in _SHAPE_READS
+    return name in _SHAPE_READS or name in _MAKERS
 
 
 def value_of(node: Any) -> Tensor | None:
@@ -87,19 +96,19 @@ def passes_on(node: Node) -> bool:
     return node.op in ("call_function", "call_method") and target_name(node) in _SMOOTH
 
 
-def made_of_sizes(node: Node) -> bool:
-    """Whether a value is a size, or arithmetic on sizes, where capture has left no fake value."""
-    stack, seen = [node], set()
-    while stack:
-        current = stack.pop()
-        if current in seen:
-            continue
-        seen.add(current)
-        if reads_shape_only(current) or current.target in (int, float, len):
-            return True
-        if current.target in (operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv):
-            stack.extend(current.all_input_nodes)
-    return False
+def made_of_sizes(graph: Graph) -> set[Node]:
+    """The values that are sizes, or arithmetic on sizes alone. One pass; for graphs without fake values."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if node.target is operator.getitem:
+            sized = node.args[0] in found
+        elif node.target in _ARITHMETIC:
+            sized = bool(node.all_input_nodes) and found.issuperset(node.all_input_nodes)
+        else:
+            sized = node.target in (int, float) or (reads_shape_only(node) and target_name(node) not in _MAKERS)
+        if sized:
+            found.add(node)
+    return found
 
 
 def target_name(node: Node) -> str:

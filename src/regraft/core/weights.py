@@ -59,6 +59,17 @@ class Concatenate(Derivation):
         return tuple(piece.reshape(shape) for piece, shape in zip(kept, self.shapes, strict=True))
 
 
+@dataclass(frozen=True)
+class Same(Derivation):
+    """The one source itself: a new module that shares the weights of the one whose place it takes."""
+
+    def compute(self, *sources: Tensor) -> Tensor:
+        return sources[0]
+
+    def invert(self, derived: Tensor) -> tuple[Tensor, ...] | None:
+        return (derived,)
+
+
 def wider(dtype: torch.dtype) -> torch.dtype:
     """The precision for arithmetic on weights of `dtype`: float64 for float32 and float64, float32 for halves."""
     return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
