@@ -15,7 +15,7 @@ from regraft.core.pattern import Calls, Match
 from regraft.core.query import Facts, require, that
 from regraft.core.rewrite import Rewrite
 from regraft.core.values import value_of
-from regraft.core.vocabulary import DIVIDE, Call
+from regraft.core.vocabulary import DIVIDE, Call, Weight
 from regraft.core.weights import Derivation, wider
 
 
@@ -53,7 +53,8 @@ class ChangeTrueDivToMulByInverse(Rewrite):
         require(facts.tensor(call["input"]), facts.smooth(call.node) if _inexact(weight, divisor) else None)
         require(_invertible(call, weight.tensor if weight else torch.tensor(float(divisor), dtype=_dtype(call))))
         if weight is not None and weight.node is not None:
-            require(facts.plain_tensor(weight), facts.untouched(weight.node))
+            trained = f"{weight.name} is trainable, and its inverse would be trained otherwise; freeze it"
+            require(facts.plain_tensor(weight), facts.untouched(weight.node), that(not _trained(weight), trained))
 
             name = edit.free_name(f"{weight.name}_inverse")
             edit.put_buffer(name, (_Inverse(), [weight]))
@@ -79,6 +80,10 @@ def _number(value: Any) -> bool:
 def _dtype(call: Call) -> torch.dtype:
     value = value_of(call["input"])
     return value.dtype if value is not None and value.dtype.is_floating_point else torch.get_default_dtype()
+
+
+def _trained(weight: Weight) -> bool:
+    return weight.tensor.requires_grad
 
 
 def _inexact(weight: Any, divisor: Any) -> bool:
