@@ -32,6 +32,7 @@ from regraft.transformations import (
     FuseBiasInLinear,
     LintAndRecompile,
     MergeLinears,
+    RemoveDeadWork,
 )
 from regraft.verify import Culprit, Verification, bisect, verify
 
@@ -55,6 +56,7 @@ __all__ = [
     "Pattern",
     "Refused",
     "RegraftError",
+    "RemoveDeadWork",
     "Report",
     "ReversalConflict",
     "ReversibleTransformation",

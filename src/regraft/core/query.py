@@ -80,7 +80,7 @@ class Facts(Flow):
         """`node` reads a module with its weights, or one weight."""
         if node.op in ("call_module", "get_attr"):
             value = attribute(owner, str(node.target))
-            whole = isinstance(value, nn.Module) and not isinstance(value, GraphModule)  # whose own nodes read its parts
+            whole = isinstance(value, nn.Module) and not isinstance(value, GraphModule)  # its own nodes read its parts
             parts = (*value.parameters(), *value.buffers()) if whole else ()
             self._reads[node] = [id(part) for part in (value, *parts)]
             for part in self._reads[node]:

@@ -8,6 +8,7 @@ from regraft.transformations.fuse_batch_norm2d_in_conv2d import FuseBatchNorm2dI
 from regraft.transformations.fuse_bias_in_linear import FuseBiasInLinear
 from regraft.transformations.lint_and_recompile import LintAndRecompile
 from regraft.transformations.merge_linears import MergeLinears
+from regraft.transformations.remove_dead_work import RemoveDeadWork
 
 TRANSFORMATIONS = (
     MergeLinears,
@@ -16,6 +17,7 @@ TRANSFORMATIONS = (
     FuseBatchNorm2dInConv2d,
     FuseBatchNorm1dInLinear,
     FoldBatchNorm,
+    RemoveDeadWork,
     DeepCopy,
     LintAndRecompile,
 )
@@ -30,4 +32,5 @@ __all__ = [
     "FuseBiasInLinear",
     "LintAndRecompile",
     "MergeLinears",
+    "RemoveDeadWork",
 ]

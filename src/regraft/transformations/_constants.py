@@ -1,0 +1,124 @@
+"""What depends on weights and numbers alone is computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
+
+from regraft.core.edit import Edit
+from regraft.core.flow import draws, known
+from regraft.core.mutation import writes
+from regraft.core.pattern import Match
+from regraft.core.query import Facts, require, that
+from regraft.core.states import NodeState, Ref
+from regraft.core.values import value_of
+from regraft.core.vocabulary import Weight, attribute
+from regraft.core.weights import Derivation
+
+
+def constants(owner: GraphModule) -> Iterator[Node]:
+    """The largest pieces of a graph that depend on weights and numbers alone, by their last node."""
+    found: set[Node] = set()
+    for node in owner.graph.nodes:
+        if _constant_step(node, owner) and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    for node in owner.graph.nodes:
+        if node in found and node.op != "get_attr" and value_of(node) is not None and found.isdisjoint(node.users):
+            yield node
+
+
+def piece(root: Node, owner: GraphModule) -> list[Node] | None:
+    """The nodes that `root` is computed from, itself included, in order; None where some are not constant."""
+    seen: set[Node] = set()
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        if not _constant_step(node, owner):
+            return None
+        seen.add(node)
+        stack.extend(node.all_input_nodes)
+    return sorted(seen)
+
+
+def fold_constant(match: Match, edit: Edit, facts: Facts, limit: int) -> str:
+    """Replace the constant piece that ends in the match's node by a tensor."""
+    (root,) = match.nodes
+    value, nodes = value_of(root), piece(root, match.owner)
+    assert value is not None
+    assert nodes is not None
+    weights = {node: _weight(node, match.owner) for node in nodes if node.op == "get_attr"}
+    size = value.numel() * value.element_size()
+    require(
+        that(size <= limit, f"the constant {root.name!r} would take {size} bytes, more than {limit}"),
+        facts.returned(root),
+        *(facts.untouched(node) for node in nodes),
+        *(_read_here_alone(facts, weight) for weight in weights.values()),
+        *(facts.repeatable(node) for node in nodes),
+    )
+
+    states = tuple((node.name, NodeState.of(node)) for node in nodes if node.op != "get_attr")
+    derivation = Evaluate(tuple(_bare(name, state) for name, state in states), tuple(node.name for node in weights))
+    name = edit.free_name(f"{root.name}_constant")
+    edit.put_weight(name, (derivation, list(weights.values())))
+    new = edit.insert_weight(root, name)
+    new.meta["val"] = value
+    edit.redirect(root, new)
+    edit.erase_unread(nodes)
+    return f"computed {root.name!r} once"
+
+
+@dataclass(frozen=True)
+class Evaluate(Derivation):
+    """Runs a piece of a graph on the weights that it reads.
+
+    Args:
+        steps: The names and the states of its nodes, in order.
+        sources: The names under which the nodes read the weights.
+    """
+
+    steps: tuple[tuple[str, NodeState], ...]
+    sources: tuple[str, ...]
+
+    def compute(self, *sources: Tensor) -> Tensor:
+        values: dict[str, Any] = dict(zip(self.sources, sources, strict=True))
+
+        def given(value: Any) -> Any:
+            return values[value.name] if isinstance(value, Ref) else value
+
+        result: Any = None
+        for name, state in self.steps:
+            args = map_aggregate(state.args, given)
+            kwargs = map_aggregate(state.kwargs, given)
+            function = getattr(args[0], state.target) if state.op == "call_method" else state.target
+            result = values[name] = function(*(args[1:] if state.op == "call_method" else args), **kwargs)
+        assert isinstance(result, Tensor)
+        return result.detach().clone()  # it may be a view of a source
+
+
+def _constant_step(node: Node, owner: GraphModule) -> bool:
+    if node.op == "get_attr":
+        return type(attribute(owner, str(node.target))) in (Tensor, torch.nn.Parameter)
+    if node.op not in ("call_function", "call_method") or node.is_impure():
+        return False
+    return known(node) and not draws(node, owner) and not writes(node, owner)
+
+
+def _weight(node: Node, owner: GraphModule) -> Weight:
+    return Weight(str(node.target), attribute(owner, str(node.target)), node)
+
+
+def _read_here_alone(facts: Facts, weight: Weight) -> str | None:
+    """A weight that is trained here and elsewhere would become two that are trained apart."""
+    return facts.read_once(weight) if weight.tensor.requires_grad else None
+
+
+def _bare(name: str, state: NodeState) -> tuple[str, NodeState]:
+    return name, NodeState(state.op, state.target, state.args, state.kwargs, None, {})

@@ -1,0 +1,174 @@
+"""What a graph computes for nothing: results that are their own argument, that are there already, that nobody reads."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+from torch.fx import GraphModule, Node
+
+from regraft.core.flow import known
+from regraft.core.mutation import writes
+from regraft.core.pattern import Match, Pattern
+from regraft.core.values import target_name, value_of
+from regraft.core.vocabulary import DROPOUT, IDENTITY, LINEAR, RESHAPE, read
+from regraft.transformations._constants import constants, piece
+
+_CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool", "_to_copy"}
+_VIEWS = {"view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "expand", "expand_as", "squeeze", "ravel"}
+_VIEWS |= {"broadcast_to"}
+
+
+class Redundant(Pattern):
+    """Nodes whose value another node has already, each with that node; then constants, and what nobody reads."""
+
+    def candidates(self, owner: GraphModule) -> Iterator[tuple[Node, ...]]:
+        same = dict(_repeated(owner))
+        yield from same.items()
+        yield from ((node,) for node in constants(owner) if node not in same)
+        wanted: set[Node] = set()
+        for node in reversed(owner.graph.nodes):
+            alive = node in wanted or node.op == "output" or node.is_impure(False) or bool(writes(node, owner))
+            if node in same and alive:
+                wanted.add(same[node])
+            elif alive:
+                wanted.update(node.all_input_nodes)
+            elif node not in same and node.op != "placeholder":
+                yield (node,)
+
+    def match(self, owner: GraphModule, nodes: tuple[Node, ...]) -> Match | None:
+        if len(nodes) == 1 and nodes[0].users and piece(nodes[0], owner) is None:
+            return None  # whoever reads it was to go, and was refused
+        return Match(owner, (), nodes)
+
+
+def _repeated(owner: GraphModule) -> Iterator[tuple[Node, Node]]:
+    """Each node whose value an earlier node has, and the earliest such node."""
+    leader: dict[Node, Node] = {}
+    seen: dict[Hashable, Node] = {}
+    for node in owner.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if node.op == "call_function" and not known(node):
+            seen.clear()  # it may have switched autocast or gradients on or off
+            continue
+        source = unchanged_value(node, owner)
+        first = leader.get(source, source) if source is not None else None
+        if first is None and (key := identity_of(node, lambda n: leader.get(n, n))) is not None:
+            first = seen.setdefault(key, node)
+        if first is not None and first is not node:
+            leader[node] = first
+            yield node, first
+
+
+def identity_of(node: Node, leader: Callable[[Node], Node] = lambda node: node) -> Hashable | None:
+    """Equal for two nodes that make the same call with the same arguments; None where that cannot be told."""
+    try:
+        return node.op, node.target, _key(node.args, leader), _key(dict(node.kwargs), leader)
+    except TypeError:
+        return None
+
+
+def _key(value: Any, leader: Callable[[Node], Node]) -> Hashable:
+    if isinstance(value, Node):
+        return leader(value)
+    if isinstance(value, (list, tuple)):
+        return (list, *(_key(item, leader) for item in value))
+    if isinstance(value, slice):
+        return (slice, *(_key(item, leader) for item in (value.start, value.stop, value.step)))
+    if isinstance(value, dict):
+        return (dict, *((name, _key(value[name], leader)) for name in sorted(value)))
+    if isinstance(value, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        raise TypeError
+    if isinstance(value, float):
+        return float, value.hex()  # 0.0 is not -0.0, and NaN is NaN
+    hash(value)
+    return type(value), value
+
+
+def unchanged_value(node: Node, owner: GraphModule) -> Node | None:
+    """The argument of which `node` is only another name or a copy; None where it computes something."""
+    source = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
+    if not isinstance(source, Node) or node.op not in ("call_function", "call_method", "call_module"):
+        return None
+    call = read(node, owner)
+    if call is not None and call.operation in (IDENTITY, DROPOUT):
+        return source  # dropout may still be training: the rule asks, and says so
+    if node.op == "call_module":
+        return None
+    name = target_name(node).partition(".")[0]
+    if name in ("permute", "transpose", "swapaxes", "swapdims"):
+        return source if _permutes_nothing(node, name) else None
+    if name == "contiguous":
+        return source if not _needs_layout(node, source, owner) else None
+    before, after = value_of(source), value_of(node)
+    if before is None or after is None or not _like(before, after):
+        return None
+    if name in _CASTS:
+        return source if "memory_format" not in node.kwargs else None
+    if name == "clone":
+        return source if not node.kwargs and len(node.args) == 1 else None
+    if name in _VIEWS:
+        return source
+    return source if node.target is operator.getitem and _only_slices(node.args[1]) else None
+
+
+def copies(node: Node, source: Node, owner: GraphModule) -> bool:
+    """Whether the result of a node with an unchanged value may have memory of its own."""
+    name = target_name(node).partition(".")[0] if node.op != "call_module" else ""
+    if name == "contiguous":
+        return not _laid_out(source, owner)
+    return name in ("clone", "_to_copy") or bool(node.kwargs.get("copy")) or True in node.args[1:]
+
+
+def _like(before: Tensor, after: Tensor) -> bool:
+    """Same dtype, device and shape, for every size that symbols may stand for."""
+    if (before.dtype, before.device, before.ndim) != (after.dtype, after.device, after.ndim):
+        return False
+    return all(_same_size(left, right) for left, right in zip(before.shape, after.shape, strict=True))
+
+
+def _same_size(left: Any, right: Any) -> bool:
+    if isinstance(left, SymInt) or isinstance(right, SymInt):
+        # comparing symbolic sizes would tie them together; their expressions tell without
+        return isinstance(left, SymInt) and isinstance(right, SymInt) and bool(left.node.expr == right.node.expr)
+    return bool(left == right)
+
+
+def _permutes_nothing(node: Node, name: str) -> bool:
+    value = value_of(node)
+    rank = value.ndim if value is not None else None
+    given = node.args[1:] if len(node.args) > 2 else (node.args[1] if len(node.args) == 2 else node.kwargs.get("dims"))
+    if not isinstance(given, (list, tuple)) or node.kwargs.keys() - {"dims"}:
+        return False
+    axes = [axis % rank if rank and isinstance(axis, int) else axis for axis in given]
+    return axes == list(range(len(axes))) if name == "permute" else len(axes) == 2 and axes[0] == axes[1]
+
+
+def _needs_layout(node: Node, source: Node, owner: GraphModule) -> bool:
+    """Whether `contiguous` may matter: its argument is not laid out so for certain, and a reader may notice."""
+    if len(node.args) > 1 or node.kwargs:
+        return True
+    if _laid_out(source, owner):
+        return False
+    # fake strides are those of the capture, which later rewrites may have changed; only `reshape` takes any
+    readers = [read(user, owner) for user in node.users]
+    reshaped = [r for r in readers if r is not None and r.operation is RESHAPE and target_name(r.node)[:7] == "reshape"]
+    return len(reshaped) != len(readers) or not readers
+
+
+def _laid_out(source: Node, owner: GraphModule) -> bool:
+    """Whether a value is contiguous whatever the layout of what it was computed from."""
+    maker = read(source, owner)
+    if maker is not None:
+        return maker.operation is LINEAR
+    name = target_name(source).partition(".")[0] if source.op in ("call_method", "call_function") else ""
+    return name == "contiguous" and len(source.args) == 1 and not source.kwargs
+
+
+def _only_slices(index: Any) -> bool:
+    items = index if isinstance(index, tuple) else (index,)
+    return all(isinstance(item, slice) or item is Ellipsis for item in items)

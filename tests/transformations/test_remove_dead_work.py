@@ -1,0 +1,253 @@
+"""RemoveDeadWork: what goes, and everything that must stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.nn import functional as F
+
+import regraft as rg
+from helpers import Wrap, capture, check_applied, check_refused, randomise, run
+
+X = (torch.randn(3, 4),)
+
+
+def with_shapes(model: nn.Module) -> torch.fx.GraphModule:
+    """A graph as `torch.fx` makes it, before capture has cleaned it, with fake values."""
+    gm = capture(model, X, "fx")
+    FakeTensorProp(gm, FakeTensorMode(allow_non_fake_inputs=True)).propagate(*X)
+    return gm
+
+
+NOTHING: dict[str, tuple[Callable[[Any, Any], Any], int]] = {
+    "cast": (lambda m, x: x.to(torch.float32).float() * 2, 2),
+    "type_as": (lambda m, x: x.type_as(x) * 2, 1),
+    "view": (lambda m, x: (x + 1).view(3, 4) * 2, 1),
+    "reshape": (lambda m, x: torch.reshape(x, (3, -1)) * 2, 1),
+    "flatten": (lambda m, x: torch.flatten(x, 1) * 2, 1),
+    "expand": (lambda m, x: x.expand(3, 4) * 2, 1),
+    "permute": (lambda m, x: x.permute(0, 1) * 2, 1),
+    "transpose": (lambda m, x: x.transpose(1, -1) * 2, 1),
+    "slice": (lambda m, x: x[:, :] * 2, 1),
+    "clone": (lambda m, x: x.clone() * 2, 1),
+    "contiguous of linear": (lambda m, x: m.l(x).contiguous().view(-1), 1),
+    "contiguous before reshape": (lambda m, x: (x * 2).t().contiguous().reshape(2, 6) * 2, 1),
+    "contiguous twice": (lambda m, x: x.t().contiguous().contiguous().view(-1) * 2, 1),
+    "squeeze": (lambda m, x: x.squeeze(-1) * 2, 1),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_what_changes_nothing_goes(name: str) -> None:
+    function, sites = NOTHING[name]
+    model = randomise(Wrap(function, l=nn.Linear(4, 4)))
+    gm = with_shapes(model)
+    rg.RemoveDeadWork()(gm)
+    assert len(rg.history(gm)[-1].applied) == sites
+    assert torch.equal(gm(*X), model(*X))
+
+
+@pytest.mark.parametrize("name", ["permute", "transpose"])
+def test_without_shapes_too(name: str) -> None:
+    if name == "transpose":
+        model = Wrap(lambda m, x: x.transpose(1, 1) * 2)
+    else:
+        model = Wrap(NOTHING[name][0])
+    check_applied(rg.RemoveDeadWork(), model, X, "fx", marks=False)
+
+
+KEPT: dict[str, Callable[[Any, Any], Any]] = {
+    "a cast": lambda m, x: x.double() * 2,
+    "a view": lambda m, x: x.view(4, 3) * 2,
+    "a permute": lambda m, x: x.permute(1, 0) * 2,
+    "a slice": lambda m, x: x[:, :3] * 2,
+    "contiguous before view": lambda m, x: (x * 2).t().contiguous().view(2, 6),
+    "an unsqueeze": lambda m, x: x.unsqueeze(0) * 2,
+    "a dead random number": lambda m, x: (torch.rand_like(x), x * 2)[1],
+    "a dropout in training": lambda m, x: F.dropout(x, 0.5, True),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_does_something_stays(name: str) -> None:
+    model = Wrap(KEPT[name])
+    gm = with_shapes(model)
+    before = gm.code
+    rg.RemoveDeadWork()(gm)
+    assert gm.code == before
+
+
+@pytest.mark.parametrize("module", [nn.Dropout(0.5), nn.Identity(), nn.Dropout1d(0.5), nn.AlphaDropout(0.5)])
+def test_modules_that_pass_on(module: nn.Module) -> None:
+    model = Wrap(lambda m, x: m.act(m.drop(x)), act=nn.ReLU(), drop=module).eval()
+    gm = check_applied(rg.RemoveDeadWork(), model, X, "fx", marks=False)
+    assert "drop" not in dict(gm.named_modules())
+
+
+def test_dropout_in_training_is_refused() -> None:
+    model = Wrap(lambda m, x: m.drop(x) * 2, drop=nn.Dropout(0.5)).train()
+    check_refused(rg.RemoveDeadWork(), model, X, "fx", "drop is in training mode")
+
+
+def test_an_identity_with_a_hook_is_refused() -> None:
+    identity = nn.Identity()
+    identity.register_forward_hook(lambda module, args, result: result + 1)
+    check_refused(rg.RemoveDeadWork(), Wrap(lambda m, x: m.i(x) * 2, i=identity).eval(), X, "fx", "hooks")
+
+
+REPEATED: dict[str, Callable[[Any, Any], Any]] = {
+    "function": lambda m, x: torch.sin(x) + torch.sin(x),
+    "method": lambda m, x: x.sin() + x.sin(),
+    "module": lambda m, x: m.linear(x) + m.linear(x),
+    "sizes": lambda m, x: x.view(x.size(0), 2, 2) + x.view(x.size(0), 2, 2),
+    "nested arguments": lambda m, x: torch.cat([x, x], 1) + torch.cat([x, x], 1),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_repeated_work_is_done_once(name: str) -> None:
+    model = randomise(Wrap(REPEATED[name], linear=nn.Linear(4, 4), w=nn.Parameter(torch.randn(4))).eval())
+    gm = capture(model, X, "fx")
+    count = len(gm.graph.nodes)
+    sites = {"sizes": 2}.get(name, 1)
+    gm = check_applied(rg.RemoveDeadWork(), model, X, "fx", sites, marks=False)
+    assert len(gm.graph.nodes) == count - sites
+    assert torch.equal(gm(*X), model(*X))
+
+
+def test_a_chain_of_repeated_work_goes_whole() -> None:
+    model = Wrap(lambda m, x: (x.sin().cos() + 1) * (x.sin().cos() + 1))
+    check_applied(rg.RemoveDeadWork(), model, X, "fx", 3, marks=False)
+
+
+DIFFERENT: dict[str, Callable[[Any, Any], Any]] = {
+    "1 and 1.0": lambda m, x: torch.full((2,), 1) + torch.full((2,), 1.0),
+    "0.0 and -0.0": lambda m, x: (x.abs() / 0.0) + (x.abs() / -0.0),
+    "slices": lambda m, x: x[:, :2] + x[:, 2:],
+    "keywords": lambda m, x: x.sum(0, keepdim=True) + x.sum(0, keepdim=False),
+    "random": lambda m, x: torch.rand_like(x) + torch.rand_like(x),
+    "fresh memory, written": lambda m, x: torch.zeros_like(x).add_(x) + torch.zeros_like(x).add_(2 * x),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+@pytest.mark.parametrize("form", ["fx", "trace"])
+def test_different_work_is_not_confused(name: str, form: str) -> None:
+    model = Wrap(DIFFERENT[name])
+    gm = capture(model, X, form)
+    torch.manual_seed(3)
+    expected = run(gm, X)
+    rg.RemoveDeadWork()(gm)
+    torch.manual_seed(3)
+    for got, want in zip(run(gm, X), expected, strict=True):
+        assert torch.equal(got.nan_to_num(), want.nan_to_num())
+
+
+def _written_between(m: Any, x: Any) -> Any:
+    a = x.sin()
+    x.add_(1)
+    return a + x.sin()
+
+
+def _result_written(m: Any, x: Any) -> Any:
+    a, b = x.sin(), x.sin()
+    a.add_(1)
+    return a + b
+
+
+def _clone_protects(m: Any, x: Any) -> Any:
+    y = x * 2
+    kept = torch.clone(y)
+    y.add_(1)
+    return y * kept
+
+
+def _clone_is_written(m: Any, x: Any) -> Any:
+    copy = torch.clone(x)
+    copy.mul_(2)
+    return copy + x
+
+
+REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "written between": (_written_between, "in place"),
+    "result written": (_result_written, "in place"),
+    "both returned": (lambda m, x: (x.sin(), x.sin()), "the caller gets both"),
+    "both returned, one as a view": (lambda m, x: (x.sin().view(-1), x.sin()), "the caller gets both"),
+    "random": (lambda m, x: torch.rand_like(x) + torch.rand_like(x) * 2, "random"),
+    "module in training": (lambda m, x: m.b(x) + m.b(x) * 2, "training"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    function, word = REFUSED[name]
+    model = Wrap(function, b=nn.BatchNorm1d(4))
+    check_refused(rg.RemoveDeadWork(), model, X, "fx", word)
+
+
+@pytest.mark.parametrize("function", [_clone_protects, _clone_is_written, lambda m, x: (x, torch.clone(x))])
+def test_a_clone_that_protects_stays(function: Callable[[Any, Any], Any]) -> None:
+    gm = capture(Wrap(function), X, "trace")
+    rg.RemoveDeadWork()(gm)
+    assert [n for n in gm.graph.nodes if n.target in (torch.clone, torch.ops.aten.clone.default)]
+    assert any("in place" in r.reason or "others see" in r.reason for r in rg.history(gm)[-1].refused)
+
+
+def test_dead_nodes_go_and_their_weights_stay_for_checkpoints() -> None:
+    model = randomise(Wrap(lambda m, x: (m.linear(x).sin(), x * 2)[1], linear=nn.Linear(4, 4)).eval())
+    gm = check_applied(rg.RemoveDeadWork(), model, X, "fx", 2, marks=False)
+    assert list(gm.state_dict()) == list(model.state_dict())
+
+
+def test_a_dead_write_stays() -> None:
+    def write(m: Any, x: Any) -> Any:
+        y = x + 1
+        torch.sin_(y)
+        y.add_(1)
+        return y
+
+    gm = capture(Wrap(write), X, "fx")
+    expected = run(gm, X)[0]
+    rg.RemoveDeadWork()(gm)
+    assert torch.equal(run(gm, X)[0], expected)
+
+
+def _bias(m: Any, x: Any) -> Any:
+    return x + m.table[m.index].view(4) * 2
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_constants_are_computed_once(trained: bool) -> None:
+    table = nn.Parameter(torch.randn(7), requires_grad=trained)
+    model = Wrap(_bias, table=table, index=torch.tensor([[3, 1], [0, 6]]))
+    gm = check_applied(rg.RemoveDeadWork(), model, X, "trace")
+    folded = gm.get_parameter("mul_constant") if trained else gm.get_buffer("mul_constant")
+    assert folded.requires_grad is trained
+    assert len(gm.graph.nodes) == 4
+
+
+def test_constants_follow_the_size_limit() -> None:
+    model = Wrap(lambda m, x: x + torch.arange(4) * 2)
+    gm = rg.trace(model, X)
+    rg.RemoveDeadWork(largest_constant=8)(gm)
+    assert "32 bytes" in rg.history(gm)[-1].refused[0].reason
+    rg.RemoveDeadWork()(gm)
+    assert rg.history(gm)[-1].applied
+
+
+def test_a_trained_constant_read_elsewhere_is_refused() -> None:
+    model = Wrap(lambda m, x: x * (m.w + 1) + m.w, w=nn.Parameter(torch.randn(4)))
+    gm = rg.trace(model, X)
+    rg.RemoveDeadWork()(gm)
+    assert any("one parameter" in r.reason for r in rg.history(gm)[-1].refused)
+
+
+def test_a_returned_constant_is_refused() -> None:
+    model = Wrap(lambda m, x: (x * 2, m.w + 1), w=torch.randn(4))
+    check_refused(rg.RemoveDeadWork(), model, X, "trace", "returned to the caller")
