@@ -1,0 +1,170 @@
+"""What a drop-in knows of its graphs, and the choice between them and the original's own forward."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from regraft.dropin import caches
+from regraft.dropin.entries import Entry
+from regraft.dropin.reading import Reader
+from regraft.dropin.watch import Watch
+
+logger = logging.getLogger("regraft")
+
+NOTHING = object()
+"""What `Grafts.run` returns where no graph covers the call; None is a result that a model may have."""
+
+
+class Grafts:
+    """The graphs of one model.
+
+    Args:
+        reader: Reads calls of the model.
+        entries: The graphs, the likeliest first.
+
+    Attributes:
+        calls: How many calls each graph has run, by its name.
+        stale: Why no graph holds any more, or None.
+    """
+
+    def __init__(self, reader: Reader, entries: Sequence[Entry]) -> None:
+        self.reader = reader
+        self.entries = list(entries)
+        self.calls = {entry.name: 0 for entry in entries}
+        self.stale: str | None = None
+        self._watch: Watch | None = None
+        self._said: set[str] = set()
+
+    def run(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the graph that covers a call.
+
+        Args:
+            model: The drop-in.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            The result, or `NOTHING` where the original's own forward has to run.
+        """
+        if torch.compiler.is_compiling():
+            return self._run_traced(model, args, kwargs)
+        call, cache = self.reader.without_empty_cache(self.reader.read(args, kwargs))
+        reason = self._obstacle(model, call)
+        if reason is not None:
+            return self._leave(reason)
+        for entry in self.entries:
+            if not entry.matches(call):
+                continue
+            try:
+                result = entry.run(call)
+            except Exception as error:  # the original decides whether the call is wrong, and says so in its own words
+                return self._leave(f"{_first_line(error)}", key=f"{entry.name}: {type(error).__name__}", call=call)
+            self.calls[entry.name] += 1
+            return result if cache is None else caches.fill(cache, result)
+        return self._leave("none of its graphs was captured for it", call=call)
+
+    def check(self, model: nn.Module) -> str | None:
+        """Look whether the model is still what was captured; where it is not, its graphs are never used again.
+
+        Args:
+            model: The drop-in.
+
+        Returns:
+            What was changed, or None.
+        """
+        if self.stale is None:
+            self.stale = self.watch(model).change()
+        return self.stale
+
+    def watch(self, model: nn.Module) -> Watch:
+        """The memory of what was captured, made when it is first asked for.
+
+        Args:
+            model: The drop-in.
+        """
+        if self._watch is None:
+            held = {id(t) for entry in self.entries for t in (*entry.gm.parameters(), *entry.gm.buffers())}
+            self._watch = Watch(model, held)
+        return self._watch
+
+    def renew(self, model: nn.Module) -> None:
+        """Take the graphs as they are now for right: after regraft itself has changed them.
+
+        Args:
+            model: The drop-in.
+        """
+        if self.check(model) is None:
+            self._watch = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy makes its own memory, of its own modules
+        if self._watch is not None and self.stale is None:
+            self.stale = self._watch.change()
+        return {**self.__dict__, "_watch": None, "_said": set(), "calls": dict.fromkeys(self.calls, 0)}
+
+    def _obstacle(self, model: nn.Module, call: Mapping[str, Any]) -> str | None:
+        """Why no graph may be used, whatever was captured."""
+        if self.check(model) is not None:
+            return f"{self.stale} after it was optimized; optimize it again"
+        watch = self.watch(model)
+        if watch.training:
+            return "it is in training mode; call .eval() for inference"
+        if watch.hooked:
+            return "a module inside of it was given a hook, which a graph would not call"
+        if torch.is_grad_enabled() and (watch.trainable or _wants_gradient(call)):
+            return "gradients are recorded; call it under torch.inference_mode() or torch.no_grad()"
+        return None
+
+    def _leave(self, reason: str, key: str | None = None, call: Mapping[str, Any] | None = None) -> Any:
+        described = f" for ({_described(call)})" if call is not None else ""
+        once = (key or reason) + described
+        if once not in self._said:
+            self._said.add(once)
+            logger.warning("the original's own forward runs%s: %s", described, reason)
+        return NOTHING
+
+    def _run_traced(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        # Traced once and guarded by whoever traces it, so nothing here has to be fast, and all of it plain.
+        if self.stale is not None or model.training:
+            return NOTHING
+        call, cache = self.reader.without_empty_cache(self.reader.read(args, kwargs))
+        recorded = torch.is_grad_enabled() and not torch.compiler.is_exporting()
+        if recorded and (any(p.requires_grad for p in model.parameters()) or _wants_gradient(call)):
+            return NOTHING
+        for entry in self.entries:
+            if entry.matches(call) and entry.holds(call):
+                result = entry.run(call)
+                return result if cache is None else caches.fill(cache, result)
+        return NOTHING
+
+
+def _wants_gradient(call: Mapping[str, Any]) -> bool:
+    for value in call.values():
+        if isinstance(value, Tensor):
+            if value.requires_grad:
+                return True
+        elif not isinstance(value, (bool, int, float, str)) and any(
+            isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(value)
+        ):
+            return True
+    return False
+
+
+def _described(call: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}: {_kind(value)}" for name, value in call.items())
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} of {value.dim()} axes on {value.device}"
+    return repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

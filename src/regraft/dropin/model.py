@@ -1,0 +1,110 @@
+"""The class of a drop-in: the model's own class, with a forward that asks for a graph first."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+
+from regraft.dropin.grafts import NOTHING, Grafts
+
+_KEY = "_regraft"
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def make_dropin(model: nn.Module, grafts: Grafts) -> nn.Module:
+    """Give a model graphs to run, in place; it is then of a class that derives from its own.
+
+    Args:
+        model: A model of which the caller has no other use: what `share` returned.
+        grafts: The graphs.
+    """
+    own = model.__dict__.pop("forward", None)  # a forward that hangs on the instance would go before the class's
+    model.__dict__[_KEY] = grafts
+    if own is not None:
+        model.__dict__["_regraft_forward"] = own
+    model.__class__ = dropin_class(type(model))
+    return model
+
+
+def grafts_of(model: nn.Module) -> Grafts | None:
+    """The graphs of a drop-in; None for any other model.
+
+    Args:
+        model: Any module.
+    """
+    found = model.__dict__.get(_KEY)
+    return found if isinstance(found, Grafts) else None
+
+
+def without_grafts(model: nn.Module) -> nn.Module:
+    """A drop-in becomes, in place, what it would be without its graphs.
+
+    Args:
+        model: A drop-in, or any other module, which stays as it is.
+    """
+    if model.__dict__.pop(_KEY, None) is not None:
+        own = model.__dict__.pop("_regraft_forward", None)
+        model.__class__ = type(model).__mro__[1]
+        if own is not None:
+            model.__dict__["forward"] = own
+    return model
+
+
+def dropin_class(base: type[nn.Module]) -> type[nn.Module]:
+    """The class of drop-ins for the models of a class; it goes by that one's name.
+
+    Args:
+        base: The class of the model.
+    """
+    if _KEY in base.__dict__:
+        return base
+    if base not in _CLASSES:
+        _CLASSES[base] = _make_class(base)
+    return _CLASSES[base]
+
+
+def _make_class(base: type[nn.Module]) -> type[nn.Module]:
+    def original(self: Any, *args: Any, **kwargs: Any) -> Any:
+        own = self.__dict__.get("_regraft_forward")
+        return base.forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = self._regraft.run(self, args, kwargs)
+        return original(self, *args, **kwargs) if result is NOTHING else result
+
+    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = base.load_state_dict(self, *args, **kwargs)
+        self._regraft.check(self)  # now, because a compiler that traces the next call cannot look
+        return result
+
+    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._regraft.check(self)
+        result = base._apply(self, *args, **kwargs)
+        self._regraft.check(self)
+        return result
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        del protocol
+        return _blank, (base,), self.__getstate__()
+
+    namespace = {
+        "__doc__": base.__doc__,
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        _KEY: None,
+        "forward": forward,
+        "load_state_dict": functools.wraps(base.load_state_dict)(load_state_dict),
+        "_apply": apply,
+        "__reduce_ex__": reduce,
+    }
+    make_class: Any = type(base)  # whatever metaclass the model's class has
+    cls: type[nn.Module] = make_class(base.__name__, (base,), namespace)
+    return cls
+
+
+def _blank(base: type[nn.Module]) -> nn.Module:
+    cls = dropin_class(base)
+    return cls.__new__(cls)

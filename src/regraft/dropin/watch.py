@@ -1,0 +1,75 @@
+"""Whether a model is still what its graphs were captured from. Asked at each call, so it runs at the speed of C."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any
+
+from torch import Tensor, nn
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_training = attrgetter("training")
+_version = attrgetter("_version")
+_dtype = attrgetter("dtype")
+_trainable = attrgetter("requires_grad")
+
+
+class Watch:
+    """Remembers the modules, weights, hooks and settings of a model.
+
+    Args:
+        model: The model.
+        held: The `id` of each tensor that the graphs hold themselves, whose values they see change.
+    """
+
+    def __init__(self, model: nn.Module, held: Collection[int]) -> None:
+        modules = list(model.modules())
+        self._modules = modules
+        tables: list[Any] = [table for m in modules for table in (m._parameters, m._buffers, m._modules) if table]
+        self._tables: list[dict[str, Any]] = tables
+        self._contents = list(chain.from_iterable(map(dict.values, self._tables)))
+        inner = [getattr(m, name) for m in modules if m is not model for name in _HOOKS]
+        self._hooks: list[dict[int, Any]] = [hooks for hooks in inner if isinstance(hooks, dict)]
+        self._hook_count = sum(map(len, self._hooks))
+        tensors = [value for value in self._contents if isinstance(value, Tensor)]
+        self._parameters = [value for value in tensors if isinstance(value, nn.Parameter)]
+        self._tensors = tensors
+        self._dtypes = list(map(_dtype, tensors))
+        self._read = [t for t in tensors if id(t) not in held and not t.is_inference()]
+        self._versions = sum(map(_version, self._read))
+        self._plain = [t for t in self._read if type(t) in (Tensor, nn.Parameter)]
+        self._pointers = list(map(Tensor.data_ptr, self._plain))
+        self._config = getattr(model, "config", None) if hasattr(getattr(model, "config", None), "__dict__") else None
+        self._settings = copy.deepcopy(vars(self._config)) if self._config is not None else None
+
+    @property
+    def trainable(self) -> bool:
+        """Whether a parameter of the model wants a gradient."""
+        return any(map(_trainable, self._parameters))
+
+    @property
+    def training(self) -> bool:
+        """Whether a module of the model is in training mode."""
+        return any(map(_training, self._modules))
+
+    def change(self) -> str | None:
+        """What has changed since, as the end of a sentence; None where nothing has."""
+        if not all(map(is_, chain.from_iterable(map(dict.values, self._tables)), self._contents)):
+            return "a module or a weight of it was replaced"
+        if sum(map(_version, self._read)) != self._versions:
+            return "weights were written to that its graph holds in another form"
+        if list(map(_dtype, self._tensors)) != self._dtypes:
+            return "weights of it were given another type"
+        if list(map(Tensor.data_ptr, self._plain)) != self._pointers:
+            return "weights were given other memory that its graph holds in another form"
+        if self._config is not None and vars(self._config) != self._settings:
+            return "its config was changed"
+        return None
+
+    @property
+    def hooked(self) -> bool:
+        """Whether a module inside has been given a hook, or lost one."""
+        return sum(map(len, self._hooks)) != self._hook_count

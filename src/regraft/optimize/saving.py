@@ -1,0 +1,97 @@
+"""A rewritten graph as an exported program: in a file that plain torch loads and runs, and back."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import Dim, ExportedProgram
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from regraft.capture import lift
+
+logger = logging.getLogger("regraft")
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def exported(gm: GraphModule, inputs: Inputs) -> ExportedProgram:
+    """The graph as an exported program, with the sizes that vary in the graph.
+
+    Args:
+        gm: The graph module.
+        inputs: A call of it.
+
+    Raises:
+        Exception: What torch raises that cannot export it.
+    """
+    args, kwargs = inputs
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    shapes = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+    values = [value for value in shapes if isinstance(value, Tensor)]
+    axes = [_varying(value) for value in values] if len(values) == len(tensors) else [{} for _ in tensors]
+    larger = iter([_doubled(tensor, varying) for tensor, varying in zip(tensors, axes)])
+    dims = iter(axes)
+    given = pytree.tree_unflatten([next(larger) if isinstance(x, Tensor) else x for x in leaves], spec)
+    dynamic = pytree.tree_unflatten([next(dims) if isinstance(x, Tensor) else None for x in leaves], spec)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return torch.export.export(gm, *given, dynamic_shapes=_plain(dynamic), strict=False)
+        except Exception:  # sizes that cannot all be doubled, or that export ties to each other
+            if not any(axes):
+                raise
+            logger.warning("the program was exported for the sizes of the example only")
+            return torch.export.export(gm, args, kwargs, strict=False)
+
+
+def _varying(value: Tensor) -> dict[int, Any]:
+    sizes: tuple[Any, ...] = tuple(value.shape)  # of a fake tensor, so some are symbols
+    return {axis: Dim.AUTO for axis, size in enumerate(sizes) if isinstance(size, torch.SymInt)}
+
+
+def _doubled(tensor: Tensor, axes: dict[int, Any]) -> Tensor:
+    """Export takes an axis of size one for a fixed one."""
+    for axis in axes:
+        if tensor.shape[axis] == 1:
+            tensor = torch.cat([tensor, tensor], dim=axis)
+    return tensor
+
+
+def _plain(dynamic: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    """The form of `torch.export`: positional ones in a tuple, or named ones in a dictionary."""
+    args, kwargs = dynamic
+    if not args:
+        return kwargs or None
+    return (*args, *kwargs.values())
+
+
+def save(gm: GraphModule, inputs: Inputs, path: str | Path) -> None:
+    """Write the graph to a `.pt2` file.
+
+    Args:
+        gm: The graph module.
+        inputs: A call of it.
+        path: The file.
+    """
+    torch.export.save(exported(gm, inputs), path)
+
+
+def load(path: str | Path) -> GraphModule:
+    """Read a graph that `Optimized.save` or `torch.export.save` has written.
+
+    Args:
+        path: The file. The library of the model has to be imported first where it returns classes of its own.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+    """
+    if not Path(path).exists():
+        raise FileNotFoundError(f"there is no file {path}; result.save({str(path)!r}) writes one")
+    return lift(torch.export.load(path))

@@ -1,0 +1,160 @@
+"""Each transformation applied, measured against what was there before, and kept where it pays."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from regraft.core.history import history, undo
+from regraft.core.journal import Step
+from regraft.core.report import Report
+from regraft.core.transformation import Transformation
+from regraft.optimize.subjects import Graph
+from regraft.verify import Comparison, compare_speed
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one transformation did to one graph, and whether that stayed.
+
+    Args:
+        graph: Which graph: `"forward"`, or `"prefill"` and `"decode"` for what a decoder's `generate` calls.
+        transformation: The transformation, by name and arguments.
+        kept: Whether what it did stands in the graph.
+        reason: Why it was kept or taken back, as a sentence.
+        applied: How many sites it rewrote.
+        refused: How many sites it refused.
+        preserves: Whether it claims to compute the same.
+        comparison: The graph with it against the graph without; None where that was not measured.
+        records: What the history says of it, sites and refusals included; also of what was taken back.
+    """
+
+    graph: str
+    transformation: str
+    kept: bool
+    reason: str
+    applied: int
+    refused: int
+    preserves: bool
+    comparison: Comparison | None
+    records: tuple[Step, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the graph's own records, as plain data; sites and refusals as sentences."""
+        plain = {key: value for key, value in vars(self).items() if key not in ("comparison", "records")}
+        names = ("transformation", "outcome", "site", "sentence")
+        sites = [dict(zip(names, row, strict=True)) for row in Report(self.transformation, self.records).rows()]
+        return {**plain, "comparison": self.comparison and self.comparison.to_dict(), "sites": sites}
+
+
+class Stepper:
+    """Takes one graph through transformations.
+
+    Args:
+        graph: The graph, whose graph module is changed.
+        measured: Whether to keep only what pays.
+        seconds: How long to measure each step.
+    """
+
+    def __init__(self, graph: Graph, measured: bool, seconds: float) -> None:
+        self.graph = graph
+        self.results: list[StepResult] = []
+        self._measured = measured
+        self._seconds = seconds
+
+    def take(self, transformation: Transformation) -> None:
+        """Apply one transformation, and take it back where it does not pay.
+
+        Args:
+            transformation: The transformation.
+        """
+        before = copy.copy(self.graph.gm)
+        known = {step.id for step in history(self.graph.gm)}
+        with _without_remarks():
+            made = transformation(self.graph.gm)
+        records = tuple(step for step in history(made) if step.id not in known)
+        result = _result(self.graph.name, transformation, records)
+        if not result.applied and made is self.graph.gm:
+            self.results.append(replace(result, reason=_why_nothing(records)))
+            return
+        if not self._measured:
+            self.graph.gm = made
+            self.results.append(replace(result, kept=True, reason='kept unmeasured, as keep="all" asks'))
+            return
+        graph = self.graph
+        comparison = compare_speed(graph.runner(before.forward), graph.runner(made.forward), **clock(self._seconds))
+        if comparison.faster:
+            self.graph.gm = made
+            self.results.append(replace(result, kept=True, reason=comparison.reason, comparison=comparison))
+            return
+        if made is self.graph.gm:
+            for step in reversed(records):
+                undo(self.graph.gm, step)
+        self.results.append(replace(result, reason=f"taken back, {comparison.reason}", comparison=comparison))
+
+    def take_back(self, index: int, reason: str) -> None:
+        """Undo what one of the results stands for.
+
+        Args:
+            index: Which of `results`.
+            reason: Why.
+        """
+        result = self.results[index]
+        standing = {step.id for step in history(self.graph.gm)}
+        for step in reversed(result.records):
+            if step.id in standing:
+                undo(self.graph.gm, step)
+        self.results[index] = replace(result, kept=False, reason=reason)
+
+
+@contextlib.contextmanager
+def _without_remarks() -> Iterator[None]:
+    """Without the warning that a transformation found nothing: of a preset most do not, and the steps say so."""
+    thread = threading.get_ident()
+
+    def remark(record: logging.LogRecord) -> bool:
+        return record.thread != thread or "rewrote nothing" not in record.msg
+
+    logger = logging.getLogger("regraft")
+    logger.addFilter(remark)
+    try:
+        yield
+    finally:
+        logger.removeFilter(remark)
+
+
+def clock(seconds: float) -> dict[str, Any]:
+    """The settings of `compare_speed` for a measurement that is to take about so long.
+
+    Args:
+        seconds: How long.
+    """
+    return {"min_seconds": seconds, "warmup_seconds": min(0.2, seconds / 5), "block_seconds": min(0.01, seconds / 20)}
+
+
+def _result(name: str, transformation: Transformation, records: Sequence[Step]) -> StepResult:
+    arguments = records[0].arguments if len(records) == 1 else ""
+    return StepResult(
+        graph=name,
+        transformation=f"{type(transformation).__name__.lstrip('_')}({arguments})",
+        kept=False,
+        reason="",
+        applied=sum(len(step.applied) for step in records),
+        refused=sum(len(step.refused) for step in records),
+        preserves=transformation.preserves_computation,
+        comparison=None,
+        records=tuple(records),
+    )
+
+
+def _why_nothing(records: Sequence[Step]) -> str:
+    refusals = [refusal for step in records for refusal in step.refused]
+    if not refusals:
+        return "nothing to do: no candidate site"
+    more = f" (and {len(refusals) - 1} more)" if len(refusals) > 1 else ""
+    return f"nothing done, {refusals[0].where} was refused: {refusals[0].reason}{more}"

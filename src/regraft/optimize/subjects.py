@@ -1,0 +1,188 @@
+"""What `optimize` is given, in one form: the calls, a graph for each, and the original to compare with."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx, nn
+from torch.export import ExportedProgram
+
+from regraft.capture import lift, trace
+from regraft.capture.sample_inputs import SampleMaker
+from regraft.capture.transformers_adapter import is_pretrained, main_inputs
+from regraft.core.errors import CaptureError
+from regraft.core.graph_module import GraphModule, adopt
+from regraft.dropin import Entry, Reader, caches, share
+from regraft.optimize.observing import calls_of_generate
+
+logger = logging.getLogger("regraft")
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass
+class Graph:
+    """One call and the graph that was captured for it.
+
+    Args:
+        name: `"forward"`, or `"prefill"` and `"decode"` for what a decoder's `generate` calls.
+        gm: The graph module.
+        inputs: The call.
+        reference: The original, which is called likewise.
+        more: Further calls of the same form, to verify with.
+    """
+
+    name: str
+    gm: fx.GraphModule
+    inputs: Inputs
+    reference: Callable[..., Any]
+    more: tuple[Inputs, ...] = ()
+
+    @property
+    def cache(self) -> Any:
+        """The cache of keys and values in the call, or None."""
+        return self.inputs[1].get("past_key_values") if self.name == "decode" else None
+
+    def runner(self, program: Callable[..., Any]) -> Callable[[], object]:
+        """The call as something to be timed: each time with a cache that is as it was.
+
+        Args:
+            program: What to call.
+        """
+        args, kwargs = self.inputs
+        if self.cache is None:
+            return lambda: program(*args, **kwargs)
+        return lambda: program(*args, **{**kwargs, "past_key_values": caches.twin(self.cache)})
+
+    def candidate(self) -> Callable[..., Any]:
+        """The graph as the original is called: a cache that is given is filled."""
+        if self.cache is None:
+            return self.gm
+        return lambda **kwargs: caches.fill(kwargs["past_key_values"], self.gm(**kwargs))
+
+
+@dataclass
+class Subject:
+    """A model to optimize.
+
+    Args:
+        original: What the caller gave.
+        twin: For a module, the object that is to become its drop-in.
+        reader: For a module, what reads its calls.
+        graphs: The graphs, that of the caller's own call first.
+        notes: What the caller should know.
+    """
+
+    original: nn.Module | ExportedProgram
+    twin: nn.Module | None
+    reader: Reader | None
+    graphs: list[Graph]
+    notes: list[str] = field(default_factory=list)
+
+
+def subject_of(
+    model: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, dynamic_shapes: Any, say: Callable[[str], None]
+) -> Subject:
+    """Capture what is to be optimized.
+
+    Args:
+        model: A module, a graph module or an exported program.
+        args: Positional arguments of an example call.
+        kwargs: Keyword arguments of it.
+        dynamic_shapes: As for `trace`.
+        say: Is told what is being done.
+
+    Raises:
+        TypeError: Something is not what it should be; the message shows the corrected call.
+        CaptureError: The model cannot be captured.
+    """
+    inputs = _checked(model, args, kwargs)
+    if isinstance(model, ExportedProgram):
+        if not any(inputs):
+            given: Any = model.example_inputs or ((), {})
+            inputs = (tuple(given[0]), dict(given[1]))
+        say("lifting the program")
+        return Subject(model, None, None, [Graph("forward", lift(model), inputs, model.module())])
+    if isinstance(model, fx.GraphModule):
+        own = GraphModule.__copy__(model) if isinstance(model, GraphModule) else adopt(copy.copy(model))
+        return Subject(model, None, None, [Graph("forward", own, inputs, model)])
+    return _module(model, inputs, dynamic_shapes, say)
+
+
+def _module(model: nn.Module, inputs: Inputs, dynamic_shapes: Any, say: Callable[[str], None]) -> Subject:
+    twin = share(model)
+    notes: list[str] = []
+    reference: nn.Module = model
+    if any(module.training for module in model.modules()):
+        notes.append("the model is in training mode, and what was made of it is in eval mode: call model.eval() first")
+        logger.warning("%s", notes[-1])
+        twin.eval()
+        reference = share(model).eval()
+    reader = Reader(twin)
+    call = reader.read(*inputs) if any(inputs) else _made(twin, reader)
+    call, _ = reader.without_empty_cache(call)
+    say("capturing the model")
+    first = Graph("forward", trace(twin, (), call, dynamic_shapes=dynamic_shapes), ((), call), reference)
+    graphs = [first]
+    if is_pretrained(twin):
+        prefills, decodes = calls_of_generate(twin, reader, call)
+        if prefills and not Entry("forward", first.gm, call).matches(prefills[0]):
+            graphs += _captured("prefill", twin, reference, prefills, dynamic_shapes, say, notes)
+        if decodes:
+            graphs += _captured("decode", twin, reference, decodes, dynamic_shapes, say, notes)
+    return Subject(model, twin, reader, graphs, notes)
+
+
+def _captured(
+    name: str,
+    twin: nn.Module,
+    reference: nn.Module,
+    calls: list[dict[str, Any]],
+    dynamic_shapes: Any,
+    say: Callable[[str], None],
+    notes: list[str],
+) -> list[Graph]:
+    """The graph of a call that `generate` makes; none where it cannot be captured, and the original runs it then."""
+    say(f"capturing the model's {name}")
+    first = calls[0]
+    try:
+        gm = trace(twin, (), copy.deepcopy(first), dynamic_shapes=dynamic_shapes)
+    except CaptureError as error:
+        notes.append(f"{name} was not captured, so the original runs it: {error}")
+        logger.warning("%s", notes[-1])
+        return []
+    more = tuple(((), one) for one in calls[1:] if one.keys() == first.keys())
+    return [Graph(name, gm, ((), first), reference, more)]
+
+
+def _made(model: nn.Module, reader: Reader) -> dict[str, Any]:
+    """An example call of a model for which the caller gave none."""
+    if is_pretrained(model):
+        names = main_inputs(model)
+        return SampleMaker.variants(model, names)[0].make(names)
+    if any(p.default is p.empty for p in inspect.signature(model.forward).parameters.values() if p.kind < 2):
+        listed = ", ".join(reader.names)
+        raise TypeError(
+            f"optimize needs an example call of {type(model).__name__}, which takes {listed}: "
+            f"regraft.optimize(model, ({listed},))"
+        )
+    return {}
+
+
+def _checked(model: Any, args: Any, kwargs: Any) -> Inputs:
+    if not isinstance(model, (nn.Module, ExportedProgram)):
+        raise TypeError(
+            f"optimize takes a torch.nn.Module, a GraphModule or an ExportedProgram, not a {type(model).__name__}"
+        )
+    if isinstance(args, Mapping):
+        raise TypeError("args is a mapping, but takes a tuple; the call is regraft.optimize(model, kwargs=inputs)")
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(f"args is a {type(args).__name__}, but takes a tuple: regraft.optimize(model, (x,))")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"kwargs is a {type(kwargs).__name__}, but takes a dictionary: kwargs={{'mask': mask}}")
+    return tuple(args), dict(kwargs or {})
