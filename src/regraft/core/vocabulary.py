@@ -3,54 +3,119 @@
 A rule asks for `LINEAR` or `DIVIDE`; which of the many ways a graph can say so is decided here and nowhere else.
 `read(node, owner)` turns a node into a `Call`: the operation, and its arguments under their own names.
 
-To teach regraft a new spelling, add it to the operation below; to add an operation, write one more `Operation(...)`.
+To teach regraft a new spelling, add it to the operation in `operations.py` or `functions.py`; to add an operation,
+write one more `Operation(...)` there and name it in the imports here.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
-from torch.nn import functional as F
 
-aten = torch.ops.aten
+from regraft.core.functions import (
+    ATTENTION,
+    CAST,
+    ERF,
+    EXPAND,
+    GELU,
+    HARDSIGMOID,
+    HARDSWISH,
+    HARDTANH,
+    LAYER_NORM,
+    LEAKY_RELU,
+    MASKED_FILL,
+    MATMUL,
+    MEAN,
+    NEGATE,
+    PERMUTE,
+    POWER,
+    RELU,
+    RELU6,
+    RMS_NORM,
+    RSQRT,
+    SIGMOID,
+    SILU,
+    SOFTMAX,
+    SQRT,
+    SQUARE,
+    TANH,
+    TRANSPOSE,
+    UNSQUEEZE,
+    VARIANCE,
+    WHERE,
+)
+from regraft.core.operation import Operation
+from regraft.core.operations import (
+    ADD,
+    BATCH_NORM,
+    CONV,
+    DIVIDE,
+    DROPOUT,
+    FLATTEN,
+    IDENTITY,
+    LINEAR,
+    MULTIPLY,
+    RESHAPE,
+    SUBTRACT,
+    TRANSPOSED_CONV,
+)
 
-
-@dataclass(frozen=True, eq=False)
-class Operation:
-    """One operation and every way to write it.
-
-    Args:
-        name: What a user calls it.
-        parameters: The argument names in order, as the functional form has them, separated by blanks.
-        functions: The callables that take those arguments in that order.
-        methods: The `Tensor` methods whose `self` is the first argument.
-        modules: The exact `torch.nn` types that compute it; their attributes are the other arguments.
-        defaults: What an argument is where a call leaves it out.
-        orders: The argument names of those functions that take them in another order.
-    """
-
-    name: str
-    parameters: str
-    functions: tuple[Callable[..., Any], ...] = ()
-    methods: tuple[str, ...] = ()
-    modules: tuple[type[nn.Module], ...] = ()
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    orders: Mapping[Callable[..., Any], str] = field(default_factory=dict)
-
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        """The argument names, in order."""
-        return tuple(self.parameters.split())
-
-    def __repr__(self) -> str:
-        return self.name
+__all__ = [
+    "ADD",
+    "ATTENTION",
+    "BATCH_NORM",
+    "CAST",
+    "CONV",
+    "DIVIDE",
+    "DROPOUT",
+    "ERF",
+    "EXPAND",
+    "FLATTEN",
+    "GELU",
+    "HARDSIGMOID",
+    "HARDSWISH",
+    "HARDTANH",
+    "IDENTITY",
+    "LAYER_NORM",
+    "LEAKY_RELU",
+    "LINEAR",
+    "MASKED_FILL",
+    "MATMUL",
+    "MEAN",
+    "MULTIPLY",
+    "NEGATE",
+    "PERMUTE",
+    "POWER",
+    "RELU",
+    "RELU6",
+    "RESHAPE",
+    "RMS_NORM",
+    "RSQRT",
+    "SIGMOID",
+    "SILU",
+    "SOFTMAX",
+    "SQRT",
+    "SQUARE",
+    "SUBTRACT",
+    "TANH",
+    "TRANSPOSE",
+    "TRANSPOSED_CONV",
+    "UNSQUEEZE",
+    "VARIANCE",
+    "WHERE",
+    "OPERATIONS",
+    "Call",
+    "Operation",
+    "Weight",
+    "attribute",
+    "location",
+    "read",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,163 +197,6 @@ def location(node: Node) -> str:
             return f"{path.removeprefix('L__self__.')}.{node.name}"
     return node.name
 
-
-def _overloads(*names: str) -> tuple[Callable[..., Any], ...]:
-    """The ATen overloads of these names, each `name.overload`."""
-    found = []
-    for name in names:
-        packet, overload = name.split(".")
-        found.append(getattr(getattr(aten, packet), overload))
-    return tuple(found)
-
-
-_CONV = "input weight bias stride padding dilation groups"
-_CONV_DEFAULTS: Mapping[str, Any] = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
-_ATEN_BATCH_NORM = "input weight bias running_mean running_var training momentum eps cudnn_enabled"
-_TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
-_TRANSPOSED_DEFAULTS: Mapping[str, Any] = {**_CONV_DEFAULTS, "output_padding": 0}
-
-ADD = Operation(
-    "add", "input other alpha", (operator.add, torch.add, *_overloads("add.Tensor", "add.Scalar")), ("add", "__add__")
-)
-SUBTRACT = Operation(
-    "subtract",
-    "input other alpha",
-    (
-        operator.sub,
-        torch.sub,
-        torch.subtract,
-        *_overloads("sub.Tensor", "sub.Scalar", "subtract.Tensor", "subtract.Scalar"),
-    ),
-    ("sub", "subtract"),
-)
-MULTIPLY = Operation(
-    "multiply",
-    "input other",
-    (
-        operator.mul,
-        torch.mul,
-        torch.multiply,
-        *_overloads("mul.Tensor", "mul.Scalar", "multiply.Tensor", "multiply.Scalar"),
-    ),
-    ("mul", "multiply"),
-)
-DIVIDE = Operation(
-    "divide",
-    "input other rounding_mode",
-    (
-        operator.truediv,
-        operator.itruediv,
-        torch.div,
-        torch.divide,
-        torch.true_divide,
-        *_overloads("div.Tensor", "div.Scalar", "div.Tensor_mode", "div.Scalar_mode", "true_divide.Tensor"),
-        *_overloads("true_divide.Scalar", "divide.Tensor", "divide.Scalar", "divide.Tensor_mode", "divide.Scalar_mode"),
-    ),
-    ("div", "divide", "true_divide", "__truediv__", "div_", "divide_", "true_divide_"),
-)
-LINEAR = Operation(
-    "linear", "input weight bias", (F.linear, torch._C._nn.linear, *_overloads("linear.default")), (), (nn.Linear,)
-)
-CONV = Operation(
-    "convolution",
-    _CONV,
-    (F.conv1d, F.conv2d, F.conv3d, *_overloads("conv1d.default", "conv2d.default", "conv3d.default")),
-    (),
-    (nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    _CONV_DEFAULTS,
-)
-TRANSPOSED_CONV = Operation(
-    "transposed convolution",
-    _TRANSPOSED,
-    (
-        F.conv_transpose1d,
-        F.conv_transpose2d,
-        F.conv_transpose3d,
-        *_overloads("conv_transpose1d.default", "conv_transpose2d.input", "conv_transpose3d.input"),
-    ),
-    (),
-    (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-    _TRANSPOSED_DEFAULTS,
-)
-BATCH_NORM = Operation(
-    "batch norm",
-    "input running_mean running_var weight bias training momentum eps",
-    (F.batch_norm, torch.batch_norm, *_overloads("batch_norm.default")),
-    (),
-    (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
-    {"training": False, "momentum": 0.1, "eps": 1e-5},
-    dict.fromkeys((torch.batch_norm, *_overloads("batch_norm.default")), _ATEN_BATCH_NORM),
-)
-IDENTITY = Operation("identity", "input", (), (), (nn.Identity,))
-DROPOUT = Operation(
-    "dropout",
-    "input p training inplace",
-    (
-        *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout),
-        *_overloads("dropout.default"),
-    ),
-    (),
-    (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
-    {"training": True, "inplace": False},
-)
-FLATTEN = Operation(
-    "flatten",
-    "input start_dim end_dim",
-    (torch.flatten, *_overloads("flatten.using_ints")),
-    ("flatten",),
-    (nn.Flatten,),
-    {"start_dim": 0, "end_dim": -1},
-)
-RESHAPE = Operation(
-    "reshape",
-    "input shape",
-    (torch.reshape, *_overloads("reshape.default", "view.default", "_unsafe_view.default")),
-    ("reshape", "view", "reshape_as", "view_as"),
-)
-
-RELU = Operation(
-    "relu",
-    "input inplace",
-    (F.relu, torch.relu, torch.relu_, *_overloads("relu.default")),
-    ("relu", "relu_"),
-    (nn.ReLU,),
-)
-RELU6 = Operation("relu6", "input inplace", (F.relu6, *_overloads("relu6.default")), (), (nn.ReLU6,))
-HARDTANH = Operation(
-    "hardtanh",
-    "input min_val max_val inplace",
-    (F.hardtanh, *_overloads("hardtanh.default")),
-    (),
-    (nn.Hardtanh,),
-    {"min_val": -1.0, "max_val": 1.0},
-)
-GELU = Operation(
-    "gelu", "input approximate", (F.gelu, *_overloads("gelu.default")), (), (nn.GELU,), {"approximate": "none"}
-)
-SILU = Operation("silu", "input inplace", (F.silu, *_overloads("silu.default")), (), (nn.SiLU,))
-HARDSWISH = Operation(
-    "hardswish", "input inplace", (F.hardswish, *_overloads("hardswish.default")), (), (nn.Hardswish,)
-)
-HARDSIGMOID = Operation(
-    "hardsigmoid", "input inplace", (F.hardsigmoid, *_overloads("hardsigmoid.default")), (), (nn.Hardsigmoid,)
-)
-LEAKY_RELU = Operation(
-    "leaky relu",
-    "input negative_slope inplace",
-    (F.leaky_relu, *_overloads("leaky_relu.default")),
-    (),
-    (nn.LeakyReLU,),
-    {"negative_slope": 0.01},
-)
-SIGMOID = Operation(
-    "sigmoid",
-    "input",
-    (torch.sigmoid, torch.special.expit, F.sigmoid, *_overloads("sigmoid.default")),
-    ("sigmoid", "sigmoid_"),
-    (nn.Sigmoid,),
-)
-TANH = Operation("tanh", "input", (torch.tanh, F.tanh, *_overloads("tanh.default")), ("tanh", "tanh_"), (nn.Tanh,))
 
 _ALIASES = {"x": "input", "self": "input", "size": "shape", "train": "training"}
 

@@ -1,0 +1,53 @@
+"""What an operation is: its name, its arguments, and every way to write it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """One operation and every way to write it.
+
+    Args:
+        name: What a user calls it.
+        parameters: The argument names in order, as the functional form has them, separated by blanks.
+        functions: The callables that take those arguments in that order.
+        methods: The `Tensor` methods whose `self` is the first argument.
+        modules: The exact `torch.nn` types that compute it; their attributes are the other arguments.
+        defaults: What an argument is where a call leaves it out.
+        orders: The argument names of those functions that take them in another order.
+    """
+
+    name: str
+    parameters: str
+    functions: tuple[Callable[..., Any], ...] = ()
+    methods: tuple[str, ...] = ()
+    modules: tuple[type[nn.Module], ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    orders: Mapping[Callable[..., Any], str] = field(default_factory=dict)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The argument names, in order."""
+        return tuple(self.parameters.split())
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def overloads(*names: str) -> tuple[Callable[..., Any], ...]:
+    """The ATen overloads of these names, each `name.overload`."""
+    found = []
+    for name in names:
+        packet, overload = name.split(".")
+        found.append(getattr(getattr(aten, packet), overload))
+    return tuple(found)
