@@ -149,7 +149,7 @@ def wrong_with(words: list[str], folder: Path) -> str | None:
         return f"there is no extra {', '.join(sorted(named - extras))}" if named - extras else None
     if program.endswith("python") and rest and rest[0].endswith(".py"):
         return None if (ROOT / rest[0]).exists() else f"there is no file {rest[0]}"
-    if program == "regraft" and rest and (SOURCE / "regraft" / "cli.py").exists():
+    if program == "regraft" and rest:
         subcommand = [rest[0]] if not rest[0].startswith("-") else []
         call = "import sys; from regraft.cli import main; sys.exit(main())"
         done = python(["-c", call, *subcommand, "--help"], folder)

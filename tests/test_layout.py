@@ -22,8 +22,8 @@ LAYERS = {
     "transformations": {"core", "transformations"},
     "capture": {"core", "capture"},
     "verify": {"core", "verify"},
-    "testing": {"core", "verify", "testing"},
-    "report": {"report", "core.history", "core.errors", "core.report", "core.results", "verify"},
+    "testing": {"core", "capture", "verify", "testing"},
+    "report": {"report", "core.history", "core.errors", "core.report", "core.journal", "core.results", "verify"},
     "cli": {""},
 }
 ONLY_CLI_MAY_IMPORT = "cli"
@@ -38,6 +38,8 @@ OPTIONAL = {
     "rich": {"report"},
     "jinja2": {"report"},
     "matplotlib": {"report"},
+    "numpy": set(),
+    "safetensors": set(),
     "hypothesis": {"testing"},
 }
 

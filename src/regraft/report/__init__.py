@@ -1,0 +1,1 @@
+"""What people look at: tables in a terminal, a page for a browser, plots."""

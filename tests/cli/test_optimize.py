@@ -1,0 +1,59 @@
+"""`regraft optimize`, and the files it leaves."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import torch
+
+X = ("--inputs", "zoo:x")
+QUICK = ("--seconds", "0.02")
+
+
+def test_it_writes_the_model_and_the_recipe(regraft) -> None:
+    done = regraft("optimize", "zoo:net", *X, *QUICK, "--keep", "all", "-t", "merge-linears", "-o", "out.pt2", "--json")
+    assert done.status == 0, done.err
+    assert done.json["steps"][0]["applied"] == 2
+    assert done.json["files"] == {"model": "out.pt2", "recipe": "out.recipe.toml"}
+    loaded = torch.export.load("out.pt2").module()
+    assert loaded(torch.randn(3, 7, 4)).shape == (3, 7, 8)
+    recipe = tomllib.loads(Path("out.recipe.toml").read_text())
+    assert recipe["transformations"] == ["merge-linears"]
+    assert recipe["made_with"]["torch"] == torch.__version__
+
+
+def test_the_recipe_repeats_the_run(regraft) -> None:
+    first = regraft("optimize", "zoo:conv", *QUICK, "--keep", "all", "-o", "one.pt2", "--seed", "3")
+    assert first.status == 0, first.err
+    again = regraft("optimize", "--recipe", "one.recipe.toml", "-o", "two.pt2")
+    assert again.status == 0, again.err
+    x = torch.randn(2, 3, 64, 64)
+    assert torch.equal(torch.export.load("one.pt2").module()(x), torch.export.load("two.pt2").module()(x))
+    one, two = (Path(f"{name}.recipe.toml").read_text() for name in ("one", "two"))
+    assert tomllib.loads(one) == tomllib.loads(two)
+
+
+def test_what_was_not_kept_is_in_the_recipe_as_a_comment(regraft) -> None:
+    words = ("--keep", "all", "-t", "fold-batch-norm", "-t", "merge-linears", "--report", "page.html")
+    assert regraft("optimize", "zoo:conv", *QUICK, *words).status == 0
+    text = Path("page.recipe.toml").read_text()
+    assert "# merge-linears on forward: nothing to do" in text
+    assert tomllib.loads(text)["transformations"] == ["fold-batch-norm"]
+    assert "<!doctype html>" in Path("page.html").read_text().lower()
+
+
+def test_a_wrong_rewrite_is_taken_back(regraft) -> None:
+    wrong = "zoo:NegateLinear:only=1.query"
+    done = regraft("optimize", "zoo:net", *X, *QUICK, "--keep", "all", "-t", wrong)
+    assert done.status == 0, done.err
+    assert "taken back" in done.out
+    unverified = regraft("optimize", "zoo:net", *X, *QUICK, "--keep", "all", "-t", wrong, "--no-verify")
+    assert "kept" in unverified.out
+
+
+def test_a_dry_run_says_what_would_be_done(regraft, tmp_path: Path) -> None:
+    done = regraft("optimize", "zoo:net", *X, "-o", "out.pt2", "--dry-run")
+    assert done.status == 0
+    assert "merged query + key + value" in done.out
+    assert not list(tmp_path.iterdir())
