@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_BLOCK = 1 << 18  # bytes; what a core's own cache holds beside the rest
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -73,6 +74,27 @@ class Same(Derivation):
 def wider(dtype: torch.dtype) -> torch.dtype:
     """The precision for arithmetic on weights of `dtype`: float64 for float32 and float64, float32 for halves."""
     return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def scaled(weight: Tensor, factors: Tensor) -> Tensor:
+    """`weight * factors`, computed one precision up and cast once.
+
+    In blocks of rows that stay in the cache, so that the weight is read once, the result written once, and nothing of
+    their size is held in the higher precision.
+
+    Args:
+        weight: Any shape.
+        factors: In the higher precision, of a shape that broadcasts; its first axis has one element, or as many as the
+            weight's.
+    """
+    result = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    if weight.is_meta or weight.ndim == 0 or weight.numel() <= (elements := _BLOCK // factors.element_size()):
+        return result.copy_(weight.to(factors.dtype) * factors)
+    rows = max(1, elements * len(weight) // weight.numel())
+    for start in range(0, len(weight), rows):
+        block = slice(start, start + rows)
+        result[block] = weight[block].to(factors.dtype) * (factors[block] if len(factors) > 1 else factors)
+    return result
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:

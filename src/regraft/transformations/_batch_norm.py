@@ -20,7 +20,7 @@ from regraft.core.pattern import Match
 from regraft.core.query import Answer, Facts, require, that
 from regraft.core.values import reads_shape_only, value_of
 from regraft.core.vocabulary import CONV, DROPOUT, FLATTEN, IDENTITY, LINEAR, RESHAPE, TRANSPOSED_CONV, Call, Weight
-from regraft.core.weights import Derivation, wider
+from regraft.core.weights import Derivation, scaled, wider
 from regraft.transformations._ranked import ranked
 
 LAYERS = (LINEAR, CONV, TRANSPOSED_CONV)
@@ -96,7 +96,7 @@ class Fold(Derivation):
         weight, dtype = given["weight"], wider(given["weight"].dtype)
         scale, shift = self.scale_and_shift(given)
         if self.part == "weight":
-            return (weight.to(dtype) * self._along(weight, scale)).to(weight.dtype)
+            return scaled(weight, self._along(weight, scale))
         bias = given["bias"].to(dtype) if "bias" in given else None
         if self.behind:
             return (
