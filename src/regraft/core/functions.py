@@ -107,7 +107,12 @@ POWER = Operation(
 SQUARE = Operation("square", "input", (torch.square, *_overloads("square.default")), ("square",))
 SQRT = Operation("square root", "input", (torch.sqrt, *_overloads("sqrt.default")), ("sqrt",))
 RSQRT = Operation("inverse square root", "input", (torch.rsqrt, *_overloads("rsqrt.default")), ("rsqrt",))
-ERF = Operation("error function", "input", (torch.erf, torch.special.erf, *_overloads("erf.default")), ("erf",))
+ERF = Operation(
+    "error function",
+    "input",
+    (torch.erf, torch.special.erf, *_overloads("erf.default", "special_erf.default")),
+    ("erf",),
+)
 NEGATE = Operation("negate", "input", (operator.neg, torch.neg, torch.negative, *_overloads("neg.default")), ("neg",))
 LAYER_NORM = Operation(
     "layer norm",

@@ -22,6 +22,12 @@ _TRANSPOSED_DEFAULTS: Mapping[str, Any] = {**_CONV_DEFAULTS, "output_padding": 0
 ADD = Operation(
     "add", "input other alpha", (operator.add, torch.add, *_overloads("add.Tensor", "add.Scalar")), ("add", "__add__")
 )
+ADD_IN_PLACE = Operation(
+    "add in place",
+    "input other alpha",
+    (operator.iadd, *_overloads("add_.Tensor", "add_.Scalar")),
+    ("add_", "__iadd__"),
+)
 SUBTRACT = Operation(
     "subtract",
     "input other alpha",
@@ -116,4 +122,11 @@ RESHAPE = Operation(
     "input shape",
     (torch.reshape, *_overloads("reshape.default", "view.default", "_unsafe_view.default")),
     ("reshape", "view", "reshape_as", "view_as"),
+)
+PAD = Operation(
+    "pad",
+    "input pad mode value",
+    (F.pad, *_overloads("constant_pad_nd.default", "pad.default")),
+    defaults={"mode": "constant"},
+    orders=dict.fromkeys(_overloads("constant_pad_nd.default"), "input pad value"),
 )

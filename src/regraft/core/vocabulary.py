@@ -52,6 +52,7 @@ from regraft.core.functions import (
 from regraft.core.operation import Operation
 from regraft.core.operations import (
     ADD,
+    ADD_IN_PLACE,
     BATCH_NORM,
     CONV,
     DIVIDE,
@@ -60,6 +61,7 @@ from regraft.core.operations import (
     IDENTITY,
     LINEAR,
     MULTIPLY,
+    PAD,
     RESHAPE,
     SUBTRACT,
     TRANSPOSED_CONV,
@@ -67,6 +69,7 @@ from regraft.core.operations import (
 
 __all__ = [
     "ADD",
+    "ADD_IN_PLACE",
     "ATTENTION",
     "BATCH_NORM",
     "CAST",
@@ -89,6 +92,7 @@ __all__ = [
     "MEAN",
     "MULTIPLY",
     "NEGATE",
+    "PAD",
     "PERMUTE",
     "POWER",
     "RELU",

@@ -6,8 +6,10 @@ from regraft.transformations.fold_batch_norm import FoldBatchNorm
 from regraft.transformations.fuse_batch_norm1d_in_linear import FuseBatchNorm1dInLinear
 from regraft.transformations.fuse_batch_norm2d_in_conv2d import FuseBatchNorm2dInConv2d
 from regraft.transformations.fuse_bias_in_linear import FuseBiasInLinear
+from regraft.transformations.fuse_gelu import FuseGelu
 from regraft.transformations.lint_and_recompile import LintAndRecompile
 from regraft.transformations.merge_linears import MergeLinears
+from regraft.transformations.prepack_for_cpu import PrepackForCpu
 from regraft.transformations.remove_dead_work import RemoveDeadWork
 
 TRANSFORMATIONS = (
@@ -18,6 +20,8 @@ TRANSFORMATIONS = (
     FuseBatchNorm1dInLinear,
     FoldBatchNorm,
     RemoveDeadWork,
+    FuseGelu,
+    PrepackForCpu,
     DeepCopy,
     LintAndRecompile,
 )
@@ -30,7 +34,9 @@ __all__ = [
     "FuseBatchNorm1dInLinear",
     "FuseBatchNorm2dInConv2d",
     "FuseBiasInLinear",
+    "FuseGelu",
     "LintAndRecompile",
     "MergeLinears",
+    "PrepackForCpu",
     "RemoveDeadWork",
 ]
