@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from abc import abstractmethod
@@ -16,6 +17,7 @@ from regraft.core.journal import Journal, Refusal, SiteRecord, Step
 from regraft.core.pattern import Match, Pattern
 from regraft.core.query import Facts
 from regraft.core.reversal import Reversal
+from regraft.core.snapshot import Codes
 from regraft.core.states import Changes
 from regraft.core.transformation import ReversibleTransformation, add_step, expect_graph_module
 
@@ -123,8 +125,11 @@ class Rewrite(ReversibleTransformation):
         start = time.perf_counter()
         journal = Journal.of(gm)
         journal.settle(gm)
+        steps, codes = list(journal.steps), Codes(gm)
         applied: list[SiteRecord] = []
         refused: list[Refusal] = []
+        if consume:
+            gc.collect()  # tracing leaves the model in a reference cycle, which would keep what is let go here
         try:
             self._visit(Facts(gm), journal, applied, refused, dry, consume)
             if strict and not applied:
@@ -132,10 +137,12 @@ class Rewrite(ReversibleTransformation):
                 raise NothingApplied(f"{type(self).__name__} rewrote nothing: {reasons}")
             if compile_code:
                 lint_and_recompile(gm)
+            return add_step(self, gm, applied, refused, time.perf_counter() - start)
         except BaseException:
-            Reversal(gm, Changes.net(site.changes for site in applied), journal.orders, {self.signature}).apply()
+            journal.steps[:] = steps
+            Reversal(gm, Changes.net(site.changes for site in applied), journal.orders, None).apply()
+            codes.restore()
             raise
-        return add_step(self, gm, applied, refused, time.perf_counter() - start)
 
     def _visit(
         self,
@@ -157,12 +164,14 @@ class Rewrite(ReversibleTransformation):
                 where = ".".join(filter(None, (path, match.where)))
                 try:
                     sentence = self.rewrite(match, edit, facts)
+                    site = edit.commit(journal.new_site(), where, sentence, consume)
                 except Refused as reason:
-                    edit.rollback()
+                    if edit.rollback():  # it had begun to edit
+                        facts = Facts(facts.root)
                     refused.append(Refusal(where, str(reason)))
                 except BaseException:
                     edit.rollback()
                     raise
                 else:
                     erased |= edit.erased
-                    applied.append(edit.commit(journal.new_site(), where, sentence, consume))
+                    applied.append(site)

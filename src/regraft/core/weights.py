@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_BLOCK = 1 << 18  # bytes; what a core's own cache holds beside the rest
+_BLOCK = 1 << 15  # elements: a core's own cache holds them, and torch does not divide them among threads
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -54,7 +54,10 @@ class Concatenate(Derivation):
 
     def invert(self, derived: Tensor) -> tuple[Tensor, ...] | None:
         pieces = derived.split([part[self.dim] for part in self.parts], self.dim)
-        if any(zero and bool(piece.count_nonzero()) for piece, zero in zip(pieces, self.zeros, strict=True)):
+        if any(
+            zero and not piece.is_meta and bool(piece.count_nonzero())
+            for piece, zero in zip(pieces, self.zeros, strict=True)
+        ):
             return None
         kept = [piece for piece, zero in zip(pieces, self.zeros, strict=True) if not zero]
         return tuple(piece.reshape(shape) for piece, shape in zip(kept, self.shapes, strict=True))
@@ -88,9 +91,9 @@ def scaled(weight: Tensor, factors: Tensor) -> Tensor:
             weight's.
     """
     result = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    if weight.is_meta or weight.ndim == 0 or weight.numel() <= (elements := _BLOCK // factors.element_size()):
+    if weight.is_meta or weight.ndim == 0 or weight.numel() <= _BLOCK:
         return result.copy_(weight.to(factors.dtype) * factors)
-    rows = max(1, elements * len(weight) // weight.numel())
+    rows = max(1, _BLOCK * len(weight) // weight.numel())
     for start in range(0, len(weight), rows):
         block = slice(start, start + rows)
         result[block] = weight[block].to(factors.dtype) * (factors[block] if len(factors) > 1 else factors)

@@ -268,9 +268,9 @@ def _scale(spec: _Specification) -> Answer:
     if given["weight"].is_meta:
         return None
     scale, _ = spec.fold.scale_and_shift(given)
-    largest = (
-        float(given["weight"].abs().max()) if given["weight"].dtype.itemsize < 4 and given["weight"].numel() else 1.0
-    )
+    largest = 1.0
+    if given["weight"].dtype.itemsize < 4 and given["weight"].numel():
+        largest = max(abs(float(bound)) for bound in torch.aminmax(given["weight"]))
     fits = bool((scale.abs() * largest <= torch.finfo(given["weight"].dtype).max).all())
     return that(fits, f"{spec.weights['var'].name} makes a scale that is not finite in {given['weight'].dtype}")
 
