@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -11,6 +12,7 @@ from regraft.core.history import lint_and_recompile, undo_steps
 from regraft.core.journal import Journal, Step
 from regraft.core.report import Report
 from regraft.core.rewrite import Rewrite
+from regraft.core.snapshot import Snapshot
 from regraft.core.transformation import ReversibleTransformation, Transformation, expect_graph_module
 
 
@@ -62,18 +64,22 @@ class _Composition(Transformation):
     def _apply_parts(self, graph_module: GraphModule, compile_code: bool, options: dict[str, Any]) -> GraphModule:
         original = expect_graph_module(graph_module, self)
         gm = original if self.inplace else copy.copy(original)
-        known = {step.id for step in Journal.of(gm).steps}
-        result = gm
+        before, result = Snapshot(gm), gm
         try:
-            for part in self.transformations:
-                known_options = options if isinstance(part, (Rewrite, _Composition)) else {}
-                result = part(result, lint_and_recompile=False, **known_options)
+            with before.guard() if self._writes_weights() else nullcontext():
+                for part in self.transformations:
+                    known_options = options if isinstance(part, (Rewrite, _Composition)) else {}
+                    result = part(result, lint_and_recompile=False, **known_options)
             if compile_code:
                 lint_and_recompile(result)
         except BaseException:
-            undo_steps(gm, [step for step in Journal.of(gm).steps if step.id not in known])
+            before.restore()
             raise
         return result
+
+    def _writes_weights(self) -> bool:
+        """Whether a part may write weights in place: a user's own function, which is not held to `Edit`."""
+        return any(not isinstance(part, (Rewrite, _Composition)) for part in self.transformations)
 
 
 class _ReversibleComposition(_Composition, ReversibleTransformation):

@@ -89,8 +89,8 @@ class Edit:
         """Remove `node`, which nobody reads any more."""
         self._recorder.erased_node(self._path, node)
         self._facts.forget(node)
-        self._erased.add(node)
         self.owner.graph.erase_node(node)
+        self._erased.add(node)
 
     def erase_unread(self, nodes: Iterable[Node]) -> None:
         """Remove those of `nodes` that nobody reads any more, the last first, until all that are left are read."""
@@ -179,7 +179,7 @@ class Edit:
 
     def commit(self, number: int, where: str, sentence: str, consume: bool = False) -> SiteRecord:
         """The site as the journal keeps it."""
-        changes = self._recorder.changes(self._erased)
+        changes = self._recorder.changes()
         if consume:
             changes = _consumed(changes)
         training = {
@@ -189,17 +189,22 @@ class Edit:
         }
         return SiteRecord(number, where, sentence, changes, self._weights, training, consume)
 
-    def rollback(self) -> None:
-        """As if nothing had been done."""
-        changes = self._recorder.changes(self._erased)
-        Reversal(self._facts.root, changes, self._recorder.orders, set()).apply()
+    def rollback(self) -> bool:
+        """As if nothing had been done; whether anything had. The oracle is not told: it has to be asked anew."""
+        changes = self._recorder.changes()
+        Reversal(self._facts.root, changes, self._recorder.orders, None).apply()
+        return bool(changes)
 
     # Inside.
 
     def _create(self, before: Node, op: str, target: Any, args: Any, kwargs: Any, name: str | None) -> Node:
-        with self.owner.graph.inserting_before(before):
-            node = self.owner.graph.create_node(op, target, args, kwargs, name=name)
-        self._recorder.new_node(self._path, node)
+        previous = before.prev
+        try:
+            with self.owner.graph.inserting_before(before):
+                node = self.owner.graph.create_node(op, target, args, kwargs, name=name)
+        finally:  # whatever interrupts this, what has been made is known
+            if before.prev is not previous:
+                self._recorder.new_node(self._path, before.prev)
         for key in ("nn_module_stack", "stack_trace"):
             if key in before.meta:
                 node.meta[key] = before.meta[key]

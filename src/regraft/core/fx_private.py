@@ -74,6 +74,11 @@ def append_node(
     return node
 
 
+def is_erased(node: Node) -> bool:
+    """Whether a node has been taken out of its graph."""
+    return bool(node._erased)
+
+
 def copy_codegen(codegen: CodeGen) -> CodeGen:
     """A code generator for another graph; generators hold settings, so a shallow copy is a whole one."""
     return copy.copy(codegen)

@@ -13,6 +13,7 @@ from regraft.core.carry import apply_settings, carry_back, changed_settings, wit
 from regraft.core.errors import ReversalConflict
 from regraft.core.journal import Journal, SiteRecord, Step
 from regraft.core.reversal import Conflict, Reversal
+from regraft.core.snapshot import Snapshot
 from regraft.core.states import Changes
 
 logger = logging.getLogger("regraft")
@@ -98,16 +99,17 @@ def undo_sites(gm: GraphModule, pairs: Sequence[_Pair], compile_code: bool = Tru
     pairs = sorted(pairs, key=lambda pair: pair[1].id)
     sites = [site for _, site in pairs]
     settings = changed_settings(gm, sites)
-    done: list[Changes] = []
+    before = Snapshot(gm)
     try:
         for group in _groups(journal, pairs):
-            done.append(_take_back(gm, journal, group))
+            _take_back(gm, journal, group)
         if compile_code:
             lint_and_recompile(gm)
-    except (Conflict, ReversalConflict, RuntimeError) as error:
-        for changes in reversed(done):
-            Reversal(gm, changes.inverse(), journal.orders, set()).apply()
-        raise error if isinstance(error, ReversalConflict) else _conflict(journal, pairs, error) from error
+    except BaseException as error:
+        before.restore()
+        if isinstance(error, (Conflict, RuntimeError)):
+            raise _conflict(journal, pairs, error) from error
+        raise
     apply_settings(gm, settings)
     ids = {site.id for site in sites}
     touched = {step.id for step, _ in pairs}
@@ -116,8 +118,8 @@ def undo_sites(gm: GraphModule, pairs: Sequence[_Pair], compile_code: bool = Tru
     journal.settle(gm)
 
 
-def _take_back(gm: GraphModule, journal: Journal, group: Sequence[_Pair]) -> Changes:
-    """Take a group of sites back at once; returns what to reverse if a later group can't be."""
+def _take_back(gm: GraphModule, journal: Journal, group: Sequence[_Pair]) -> None:
+    """Take a group of sites back at once."""
     changes = Changes.net(site.changes for _, site in group)
     signatures = {step.signature for step, _ in group}
     Reversal(gm, changes, journal.orders, signatures)  # conflicts come before questions of weights

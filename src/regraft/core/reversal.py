@@ -44,11 +44,19 @@ def merge(key: Key, before: Any, after: Any, current: Any) -> Any:
 class Reversal:
     """One undo: planned whole, without touching anything, and then carried out.
 
+    Args:
+        root: The graph module.
+        changes: What is to be taken back.
+        orders: Where in their tables and graphs the things go that come back.
+        signatures: Whose marks the nodes lose; None where nothing else has happened since, to put back the exact `meta`.
+
     Raises:
         Conflict: from the constructor, where something made later stands in the way.
     """
 
-    def __init__(self, root: GraphModule, changes: Changes, orders: dict[Key, list[str]], signatures: set[str]) -> None:
+    def __init__(
+        self, root: GraphModule, changes: Changes, orders: dict[Key, list[str]], signatures: set[str] | None
+    ) -> None:
         self.root = root
         self.orders = orders
         self.slots = changes.slots
@@ -136,7 +144,7 @@ class _GraphReversal:
         for name in names - there:
             raise Conflict((self.path, name), f"node {name!r}, which {reader!r} is to read again, is gone")
 
-    def apply(self, order: Sequence[str], signatures: set[str]) -> None:
+    def apply(self, order: Sequence[str], signatures: set[str] | None) -> None:
         graph = self.owner.graph
         previous: Node | None = None
         for name in order if self.revive else ():
@@ -155,13 +163,17 @@ class _GraphReversal:
             release_name(graph, name)
 
     def _write(
-        self, node: Node, before: NodeState, after: NodeState, args: Any, kwargs: Any, signatures: set[str]
+        self, node: Node, before: NodeState, after: NodeState, args: Any, kwargs: Any, signatures: set[str] | None
     ) -> None:
         if before is after or (before.op, before.target) != (after.op, after.target):
             node.op, node.target = before.op, before.target
         node.args, node.kwargs = self._decode(args), self._decode(kwargs)
         node.type = before.type
-        marks = frozenset(node.meta.get(MARKS, before.meta.get(MARKS, frozenset()))) - signatures
+        if signatures is None:
+            node.meta = dict(before.meta)
+            return
+        had = before.meta.get(MARKS, frozenset())  # an earlier application of the same transformation may stand
+        marks = frozenset(node.meta.get(MARKS, had)) - (signatures - had)
         kept = {k: v for k, v in node.meta.items() if k in before.meta or k not in after.meta}
         node.meta = {**kept, **before.meta}
         node.meta.pop(MARKS, None)

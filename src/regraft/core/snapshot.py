@@ -34,7 +34,7 @@ class Snapshot:
         self._steps = list(self._journal.steps)
         self._nodes = _nodes(gm)
         self._slots = _slots(gm)
-        self._codes = {path: owner._code for path, owner in _owners(gm)}
+        self._codes = Codes(gm)
         self._writes = _CopyBeforeWrite(self._slots)
         for path, kind in _tables(gm):
             self._journal.orders.setdefault((path, kind), list(module_at(gm, path).__dict__[kind]))
@@ -71,14 +71,29 @@ class Snapshot:
     def restore(self) -> None:
         """Everything as it was, the generated code and the values of weights included."""
         self._journal.steps[:] = self._steps
-        Reversal(self.gm, self.changes(), self._journal.orders, set()).apply()
+        Reversal(self.gm, self.changes(), self._journal.orders, None).apply()
         self.restore_weights()
         self.gm.meta[Journal.KEY] = self._journal
         for path, owner in _owners(self.gm):
             for node in owner.graph.nodes:
                 node.meta = dict(self._nodes[path, node.name].meta)
-        for path, owner in _owners(self.gm):
-            if owner._code != self._codes.get(path):
+        self._codes.restore()
+
+
+class Codes:
+    """The generated code of `gm` and of the graph modules in it, and the functions made of it.
+
+    Args:
+        gm: The graph module.
+    """
+
+    def __init__(self, gm: GraphModule) -> None:
+        self._codes = [(owner, owner._code, type(owner).forward) for _, owner in _owners(gm)]
+
+    def restore(self) -> None:
+        """Put back the code where it has been compiled again; the graph is what it was made from."""
+        for owner, code, function in self._codes:
+            if owner._code != code or type(owner).forward is not function:
                 owner.recompile()
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
+from regraft.core.fx_private import is_erased
 from regraft.core.graph_record import kept, plain, resolved
 from regraft.core.portable import PortableCallable
 
@@ -172,11 +173,11 @@ class Recorder:
         for kind in TABLES:
             self.orders.setdefault((path, kind), list(parent.__dict__[kind]))
 
-    def changes(self, erased: set[Node]) -> Changes:
+    def changes(self) -> Changes:
         """What differs now from what was noted."""
         result = Changes(anchors=dict(self.anchors))
         for key, (before, node) in self.nodes.items():
-            after = None if node is None or node in erased else NodeState.of(node)
+            after = None if node is None or is_erased(node) else NodeState.of(node)
             if before is not None or after is not None:
                 result.nodes[key] = (before, after)
         for (path, name), slot in self.slots.items():
