@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from regraft.capture import torch_private
+
 
 def is_pretrained(model: nn.Module) -> bool:
     """Whether a model is one of transformers; it is imported by whoever made the model, never by this.
@@ -37,6 +39,19 @@ def prepare(model: nn.Module) -> None:
         exporter.register_cache_pytrees_for_model(model)
 
 
+def register_container(kind: type) -> None:
+    """Make one class of containers known to pytree, where it is a cache of transformers that is not yet.
+
+    Args:
+        kind: the class.
+    """
+    if not kind.__module__.startswith("transformers.") or torch_private.is_container(kind):
+        return
+    exporter = _exporter()
+    if exporter is not None:
+        exporter.register_pytree_node(kind)
+
+
 def ways(model: nn.Module) -> list[Callable[[], AbstractContextManager[Any]]]:
     """The contexts to export a model in, in the order of trying: as it is first, then with what others need.
 
@@ -44,7 +59,9 @@ def ways(model: nn.Module) -> list[Callable[[], AbstractContextManager[Any]]]:
         model: any module.
     """
     plain: list[Callable[[], AbstractContextManager[Any]]] = [contextlib.nullcontext, _without_fast_path]
-    return [*plain, _patched] if is_pretrained(model) and _exporter() is not None else plain
+    if not is_pretrained(model):
+        return plain
+    return [_masks_as_run, *plain, _patched] if _exporter() is not None else [_masks_as_run, *plain]
 
 
 def dress(gm: nn.Module, model: nn.Module) -> None:
@@ -56,6 +73,25 @@ def dress(gm: nn.Module, model: nn.Module) -> None:
     """
     if is_pretrained(model):
         gm.config = model.config
+
+
+@contextlib.contextmanager
+def _masks_as_run() -> Iterator[None]:
+    """With the choice of an attention mask that the model makes when it runs, by sizes, and not the one for export.
+
+    For export transformers writes every causal mask out, because export without symbolic sizes would fix the choice.
+    The sizes are symbols here, and one of them that the choice depends on becomes a condition of the graph.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    was = getattr(masks, "is_torchdynamo_exporting", None)
+    if masks is None or was is None:
+        yield
+        return
+    masks.is_torchdynamo_exporting = lambda: False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        masks.is_torchdynamo_exporting = was  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
