@@ -6,7 +6,7 @@ import copy
 import sys
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def is_pretrained(model: nn.Module) -> bool:
@@ -43,6 +43,15 @@ def is_empty(cache: Any) -> bool:
         cache: A plain cache.
     """
     return not any(layer.is_initialized for layer in cache.layers)
+
+
+def tensors(cache: Any) -> list[Tensor]:
+    """The keys and values of a plain cache, in order.
+
+    Args:
+        cache: A plain cache.
+    """
+    return [tensor for layer in cache.layers if layer.is_initialized for tensor in (layer.keys, layer.values)]
 
 
 def fill(cache: Any, result: Any) -> Any:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from regraft.capture.codegen import CallingCodeGen
 from regraft.core.fx_private import codegen_of
+from regraft.dropin import caches
 
 _Kind = tuple[torch.dtype, torch.device, int]
 
@@ -98,7 +99,11 @@ class Entry:
 def _slot(name: str, value: Any) -> Slot:
     if isinstance(value, Tensor):
         return Slot(name, (_kind(value),), True)
-    return Slot(name, tuple(_kind(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)), False)
+    return Slot(name, tuple(map(_kind, _tensors(value))), False)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _sizes(gm: GraphModule, sample: Mapping[str, Any]) -> Iterator[tuple[str, int, int, bool]]:
@@ -126,5 +131,5 @@ def _is(tensor: Tensor, kind: _Kind) -> bool:
 
 
 def _all_are(value: Any, kinds: tuple[_Kind, ...]) -> bool:
-    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    tensors = caches.tensors(value) if caches.is_plain(value) else _tensors(value)
     return len(tensors) == len(kinds) and all(_is(tensor, kind) for tensor, kind in zip(tensors, kinds))

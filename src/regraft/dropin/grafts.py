@@ -145,15 +145,11 @@ class Grafts:
 
 
 def _wants_gradient(call: Mapping[str, Any]) -> bool:
-    for value in call.values():
-        if isinstance(value, Tensor):
-            if value.requires_grad:
-                return True
-        elif not isinstance(value, (bool, int, float, str)) and any(
-            isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(value)
-        ):
-            return True
-    return False
+    return any(
+        isinstance(leaf, Tensor) and leaf.requires_grad
+        for value in call.values()
+        for leaf in ([value] if isinstance(value, Tensor) else pytree.tree_leaves(value))
+    )
 
 
 def _described(call: Mapping[str, Any]) -> str:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import fx, nn
-from torch.export import ExportedProgram
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
 
 from regraft.capture import lift, trace
 from regraft.capture.sample_inputs import SampleMaker
@@ -151,13 +152,30 @@ def _captured(
     say(f"capturing the model's {name}")
     first = calls[0]
     try:
-        gm = trace(twin, (), copy.deepcopy(first), dynamic_shapes=dynamic_shapes)
+        shapes = _one_token_at_a_time(first) if name == "decode" and dynamic_shapes == "auto" else dynamic_shapes
+        gm = trace(twin, (), copy.deepcopy(first), dynamic_shapes=shapes)
     except CaptureError as error:
         notes.append(f"{name} was not captured, so the original runs it: {error}")
         logger.warning("%s", notes[-1])
         return []
     more = tuple(((), one) for one in calls[1:] if one.keys() == first.keys())
     return [Graph(name, gm, ((), first), reference, more)]
+
+
+def _one_token_at_a_time(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Which axes vary: all but the length of what is new, since a model that sees one token needs no causal mask."""
+
+    def varying(tensor: Tensor) -> dict[int, Any]:
+        return {axis: Dim.AUTO for axis in range(tensor.dim()) if axis == 0 or tensor.shape[axis] != 1}
+
+    shapes: dict[str, Any] = {}
+    for name, value in call.items():
+        if isinstance(value, Tensor):
+            shapes[name] = varying(value)
+        elif name == "past_key_values":
+            every = {0: Dim.AUTO, 2: Dim.AUTO}  # the batch and the length so far; heads and their width are the model's
+            shapes[name] = [every for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return shapes
 
 
 def _made(model: nn.Module, reader: Reader) -> dict[str, Any]:
