@@ -61,7 +61,7 @@ def picture(module: nn.Module) -> dict[str, Any]:
 
 def _identity(module: nn.Module) -> Any:
     # A shallow copy of a graph module has containers of its own, and so has every capture.
-    return id(module) if type(module) is not nn.Module and not isinstance(module, GraphModule) else type(module)
+    return "graph" if isinstance(module, GraphModule) else "container" if type(module) is nn.Module else id(module)
 
 
 def _code_of(owner: GraphModule) -> bytes:

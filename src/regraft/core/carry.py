@@ -65,7 +65,7 @@ def _originals(
     if not untouched and not pristine(record, derived, [s for s in sources if s is not None]):
         raise ReversalConflict(
             f"{record.target} ({site.where}: {site.sentence}) has changed since it was made, and its new values can't"
-            " be divided among the layers it was made from; undoing it would lose them. Load or train first"
+            " be divided among the layers it was made from: undoing it would lose them. Undo before you train or load"
         )
     return {}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,13 +12,13 @@ from torch.fx import GraphModule
 
 from regraft.core.carry import before, digest, pristine, tensors_of
 from regraft.core.journal import Journal, SiteRecord, WeightRecord
-from regraft.core.states import Changes, Slot
 from regraft.core.vocabulary import attribute
+from regraft.core.written import CHANGED
+from regraft.core.written import converted as converted_writes
+from regraft.core.written import intact as intact_writes
+from regraft.core.written import noted_again as note_writes
 
 Convert = Callable[[Tensor], Tensor]
-
-_CHANGED = "changed"
-"""The digest of a weight that was no longer what the rewrite had made it: it equals that of no tensor."""
 
 
 @contextmanager
@@ -36,6 +35,7 @@ def converting(gm: GraphModule, function: Convert) -> Iterator[None]:
     intact = {
         (s.id, record.target) for s, record, derived, sources in _derived(gm) if _intact(record, derived, sources)
     }
+    written = intact_writes(gm)
     modules = list(gm.modules())
     parameters = [(module, leaf, value) for module in modules for leaf, value in module._parameters.items()]
     here = {id(value) for value in (*modules, *(value for _, _, value in parameters))}
@@ -46,10 +46,11 @@ def converting(gm: GraphModule, function: Convert) -> Iterator[None]:
                 moved[id(value)] = value, _converted(value, _only_dtype(function) if site.consumed else function)
     yield
     moved |= {id(value): (value, module._parameters[leaf]) for module, leaf, value in parameters}
-    journal.steps = [replace(s, applied=tuple(_moved(site, moved) for site in s.applied)) for s in journal.steps]
+    journal.steps = converted_writes([step.standing_in(moved) for step in journal.steps], function)
+    note_writes(gm, written)
     for site, record, derived, _ in _derived(gm):
         if record.derivation.invert(derived.detach()) is None:
-            record.digest = digest(derived) if (site.id, record.target) in intact else _CHANGED
+            record.digest = digest(derived) if (site.id, record.target) in intact else CHANGED
 
 
 def _derived(gm: GraphModule) -> Iterator[tuple[SiteRecord, WeightRecord, Tensor, list[Tensor | None]]]:
@@ -89,14 +90,3 @@ def _only_dtype(function: Convert) -> Convert:
         return shell.to(function(torch.empty(0, dtype=shell.dtype)).dtype)
 
     return convert
-
-
-def _moved(site: SiteRecord, moved: dict[int, tuple[Any, Any]]) -> SiteRecord:
-    def now(slot: Slot | None) -> Slot | None:
-        if slot is None or id(slot.value) not in moved:
-            return slot
-        return Slot(slot.kind, moved[id(slot.value)][1], slot.persistent)
-
-    slots = {key: (now(old), now(new)) for key, (old, new) in site.changes.slots.items()}
-    changes = Changes(site.changes.nodes, slots, site.changes.anchors)
-    return replace(site, changes=changes, weights=[replace(record) for record in site.weights])

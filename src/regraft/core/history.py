@@ -15,6 +15,7 @@ from regraft.core.journal import Journal, SiteRecord, Step
 from regraft.core.reversal import Conflict, Reversal
 from regraft.core.snapshot import Snapshot
 from regraft.core.states import Changes
+from regraft.core.written import restored, write
 
 logger = logging.getLogger("regraft")
 
@@ -100,9 +101,11 @@ def undo_sites(gm: GraphModule, pairs: Sequence[_Pair], compile_code: bool = Tru
     sites = [site for _, site in pairs]
     settings = changed_settings(gm, sites)
     before = Snapshot(gm)
+    stand_ins: dict[int, tuple[Any, Any]] = {}
     try:
         for group in _groups(journal, pairs):
-            _take_back(gm, journal, group)
+            _take_back(gm, journal, group, stand_ins)
+        overwritten = restored(gm, sites)
         if compile_code:
             lint_and_recompile(gm)
     except BaseException as error:
@@ -110,22 +113,32 @@ def undo_sites(gm: GraphModule, pairs: Sequence[_Pair], compile_code: bool = Tru
         if isinstance(error, (Conflict, RuntimeError)):
             raise _conflict(journal, pairs, error) from error
         raise
+    write(overwritten)
     apply_settings(gm, settings)
     ids = {site.id for site in sites}
     touched = {step.id for step, _ in pairs}
-    trimmed = [step.without(ids) for step in journal.steps]
+    trimmed = [step.without(ids).standing_in(stand_ins) for step in journal.steps]
     journal.steps = [step for step in trimmed if step.applied or step.id not in touched]
     journal.settle(gm)
 
 
-def _take_back(gm: GraphModule, journal: Journal, group: Sequence[_Pair]) -> None:
-    """Take a group of sites back at once."""
-    changes = Changes.net(site.changes for _, site in group)
+def _take_back(
+    gm: GraphModule, journal: Journal, group: Sequence[_Pair], stand_ins: dict[int, tuple[Any, Any]]
+) -> None:
+    """Take a group of sites back at once.
+
+    What carried values are put into is another object than the journal's: `stand_ins` tells the older sites.
+    """
+    sites = [site.standing_in(stand_ins) for _, site in group]
+    held = Changes.net(site.changes for site in sites)
     signatures = {step.signature for step, _ in group}
-    Reversal(gm, changes, journal.orders, signatures)  # conflicts come before questions of weights
-    changes = with_values(changes, carry_back(gm, [site for _, site in group]))
+    Reversal(gm, held, journal.orders, signatures)  # conflicts come before questions of weights
+    changes = with_values(held, carry_back(gm, sites))
     Reversal(gm, changes, journal.orders, signatures).apply()
-    return changes
+    for key, (slot, _) in changes.slots.items():
+        was = held.slots[key][0]
+        if was is not None and slot is not None and slot.value is not was.value:
+            stand_ins[id(was.value)] = was.value, slot.value
 
 
 def with_original_slots(gm: GraphModule, carry: bool) -> GraphModule:
@@ -181,7 +194,7 @@ def _groups(journal: Journal, pairs: Sequence[_Pair]) -> list[list[_Pair]]:
     chosen = {site.id for _, site in pairs}
     seen: dict[Any, bool] = {}  # whether a key that a chosen site touched was touched since by one that stays
     for _, site in journal.sites():
-        for key in site.changes.keys:
+        for key in site.keys:
             if site.id not in chosen:
                 seen[key] = key in seen
             elif seen.get(key):
@@ -198,7 +211,7 @@ def _conflict(journal: Journal, pairs: Sequence[_Pair], error: Exception) -> Rev
         return ReversalConflict(f"{first} can't be undone, the graph would not be valid: {error}")
     chosen = {site.id for _, site in pairs}
     for step, site in reversed(list(journal.sites())):
-        if site.id not in chosen and error.key in site.changes.keys:
+        if site.id not in chosen and error.key in site.keys:
             return ReversalConflict(
                 f"{first} can't be undone: {error.fact}, by {step} at {site.where}; undo that one first"
             )

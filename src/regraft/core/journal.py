@@ -5,10 +5,11 @@ Everything refers to nodes and slots by name, so a journal is copied and pickled
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
 from torch.fx import GraphModule
 
 from regraft.core.order import merge_order, placed
@@ -29,6 +30,14 @@ class WeightRecord:
     digest: str | None = None
 
 
+@dataclass(frozen=True)
+class Written:
+    """A weight that a user's function has written in place: its values before, and the digest of those after."""
+
+    before: Tensor
+    digest: str
+
+
 @dataclass
 class SiteRecord:
     """One place where a transformation was applied: where, what was done in one sentence, and the way back."""
@@ -40,6 +49,17 @@ class SiteRecord:
     weights: list[WeightRecord] = field(default_factory=list, repr=False)
     training: dict[str, bool] = field(default_factory=dict, repr=False)
     consumed: bool = False
+    written: dict[Key, Written] = field(default_factory=dict)
+
+    @property
+    def keys(self) -> set[Key]:
+        """Everything that was touched."""
+        return self.changes.keys | self.written.keys()
+
+    def standing_in(self, stand_ins: Mapping[int, tuple[Any, Any]]) -> SiteRecord:
+        """See `Changes.standing_in`. Another entry, which shares no record of a weight with this one."""
+        weights = [replace(weight) for weight in self.weights]
+        return replace(self, changes=self.changes.standing_in(stand_ins), weights=weights)
 
 
 @dataclass(frozen=True)
@@ -77,6 +97,10 @@ class Step:
 
     def __repr__(self) -> str:
         return f"<{self}, {len(self.applied)} applied, {len(self.refused)} refused>"
+
+    def standing_in(self, stand_ins: Mapping[int, tuple[Any, Any]]) -> Step:
+        """See `Changes.standing_in`."""
+        return replace(self, applied=tuple(s.standing_in(stand_ins) for s in self.applied)) if stand_ins else self
 
     def without(self, sites: set[int]) -> Step:
         """The step less the sites with these ids."""

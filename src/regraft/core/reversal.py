@@ -48,7 +48,7 @@ class Reversal:
         root: The graph module.
         changes: What is to be taken back.
         orders: Where in their tables and graphs the things go that come back.
-        signatures: Whose marks the nodes lose; None where nothing else has happened since, to put back the exact `meta`.
+        signatures: Whose marks the nodes lose; None puts back the exact `meta`, where nothing has happened since.
 
     Raises:
         Conflict: from the constructor, where something made later stands in the way.
@@ -173,7 +173,8 @@ class _GraphReversal:
             node.meta = dict(before.meta)
             return
         had = before.meta.get(MARKS, frozenset())  # an earlier application of the same transformation may stand
-        marks = frozenset(node.meta.get(MARKS, had)) - (signatures - had)
+        now = had if before is after else node.meta.get(MARKS, frozenset())  # one that comes back has none
+        marks = frozenset(now) - (signatures - had)
         kept = {k: v for k, v in node.meta.items() if k in before.meta or k not in after.meta}
         node.meta = {**kept, **before.meta}
         node.meta.pop(MARKS, None)

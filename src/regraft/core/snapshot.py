@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from regraft.core.journal import Journal
+from regraft.core.carry import digest
+from regraft.core.journal import Journal, Written
 from regraft.core.reversal import Reversal
 from regraft.core.states import TABLES, Changes, Key, NodeState, Slot, module_at
+from regraft.core.weights import same_bits
 
 
 class Snapshot:
@@ -51,7 +53,7 @@ class Snapshot:
         result = Changes()
         for key in self._nodes.keys() | nodes.keys():
             before, after = self._nodes.get(key), nodes.get(key)
-            if before is None or after is None or not before.same(after):
+            if before is None or after is None or not before.same(after) or before.marks != after.marks:
                 result.nodes[key] = (before, after)
         for key in self._slots.keys() | slots.keys():
             old, new = self._slots.get(key), slots.get(key)
@@ -63,6 +65,15 @@ class Snapshot:
             if any(path == w or path.startswith(f"{w}.") for w in whole):
                 del result.slots[path, name]
         return result
+
+    def written(self) -> dict[Key, Written]:
+        """The weights that were written in place and differ, with what they were."""
+        found: dict[Key, Written] = {}
+        for key, slot in self._slots.items():
+            before = self._writes.before(slot.value)
+            if before is not None and not same_bits(before, slot.value):
+                found[key] = Written(before, digest(slot.value))
+        return found
 
     def restore_weights(self) -> None:
         """Every weight that was written in place, as it was."""
@@ -117,15 +128,27 @@ class _CopyBeforeWrite(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _save(self, written: Any) -> None:
-        key = _storage(written) if isinstance(written, Tensor) and written.layout is torch.strided else None
+        key = _storage(written) if _strided(written) else None
         if key in self._weights and key not in self._saved:
             self._saved[key] = self._weights[key].untyped_storage().clone()
+
+    def before(self, weight: Any) -> Tensor | None:
+        """What `weight` was before it was written; None where it was not."""
+        saved = self._saved.get(_storage(weight)) if _strided(weight) else None
+        if saved is None:
+            return None
+        held = torch.empty(0, dtype=weight.dtype, device=weight.device)
+        return held.set_(saved, weight.storage_offset(), weight.shape, weight.stride())
 
     def restore(self) -> None:
         """Write the saved values back."""
         for key, saved in self._saved.items():
             self._weights[key].untyped_storage().copy_(saved)
         self._saved.clear()
+
+
+def _strided(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided
 
 
 def _storage(tensor: Tensor) -> int:

@@ -53,6 +53,11 @@ class NodeState:
         """The names of the nodes that it reads."""
         return refs(self.args) | refs(self.kwargs)
 
+    @property
+    def marks(self) -> frozenset[str]:
+        """The signatures of the transformations that marked it."""
+        return frozenset(self.meta.get(MARKS, ()))
+
     def same(self, other: NodeState) -> bool:
         """Whether both compute the same thing from the same nodes; `meta` is not compared."""
         if (self.op, self.target, self.type) != (other.op, other.target, other.type):
@@ -115,6 +120,17 @@ class Changes:
         nodes = {key: (after, before) for key, (before, after) in self.nodes.items()}
         slots = {key: (new, old) for key, (old, new) in self.slots.items()}
         return Changes(nodes, slots, self.anchors)
+
+    def standing_in(self, stand_ins: Mapping[int, tuple[Any, Any]]) -> Changes:
+        """The same with other objects in the slots: by the `id` of the old one, it and what stands in for it."""
+
+        def now(slot: Slot | None) -> Slot | None:
+            if slot is None or id(slot.value) not in stand_ins:
+                return slot
+            return Slot(slot.kind, stand_ins[id(slot.value)][1], slot.persistent)
+
+        slots = {key: (now(old), now(new)) for key, (old, new) in self.slots.items()}
+        return Changes(self.nodes, slots, self.anchors)
 
     @classmethod
     def net(cls, several: Iterable[Changes]) -> Changes:

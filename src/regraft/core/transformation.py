@@ -129,10 +129,9 @@ class Transformation(ABC):
         if result is not gm:
             result.meta.setdefault(Journal.KEY, Journal())
             return
-        changes = before.changes()
-        sites = (
-            [SiteRecord(journal.new_site(), "whole graph", f"{len(changes.keys)} changes", changes)] if changes else []
-        )
+        site = SiteRecord(journal.new_site(), "whole graph", "", before.changes(), written=before.written())
+        site.sentence = f"{len(site.keys)} changes"
+        sites = [site] if site.keys else []
         add_step(self, gm, sites, [], seconds)
 
 
