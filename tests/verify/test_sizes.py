@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 
+from regraft.core.errors import NotCovered
 from regraft.verify import verify
 
 
@@ -101,6 +102,25 @@ def test_sizes_that_the_reference_refuses_are_left_out_and_said(call: tuple[Any,
     assert result.ok
     assert any(case.skipped for case in result.cases)
     assert "too long" in str(result)
+
+
+def test_sizes_that_the_graph_itself_refuses_are_left_out_and_said(call: tuple[Any, Any]) -> None:
+    model = Tokens().eval()
+    gm = exported(model, *call).module()
+    inner = gm.forward
+    sample = call[1]["mask"].shape if "mask" in call[1] else None
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if kwargs["mask"].shape != sample:
+            raise NotCovered("the captured graph holds only where x.shape[0] != 1")
+        return inner(*args, **kwargs)
+
+    gm.forward = forward
+    result = verify(model, gm, *call)
+    assert result.ok
+    assert "holds only where" in str(result)
+    other = {name: tensor[:1] for name, tensor in call[1].items()}
+    assert not verify(model, gm, *call, extra_inputs=[(call[0], other)]).ok  # but not where it was asked for
 
 
 def test_static_graphs_are_tried_at_their_size_only(call: tuple[Any, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from regraft.capture.torch_private import expression_source, guard_functions, symbolic_expression
+from regraft.core.errors import NotCovered
 
 #: how a guard writes an input, such as `L['x']` or `L['cache'][0].keys`, and a size of it
 _INPUT = r"L(?:\['\w+'\]|\[\d+\]|\.(?!size\()\w+)+"
@@ -70,14 +71,14 @@ class Constraints:
             tensors: the inputs, in the order of `names`.
 
         Raises:
-            TypeError: a shape for which it does not hold; the message names the argument, the axis and the cure.
+            NotCovered: a shape for which it does not hold; the message names the argument, the axis and the cure.
         """
         sizes: dict[str, int] = {}
         late: list[tuple[int, int, str]] = []
         for position, (tensor, shape) in enumerate(zip(tensors, self.shapes)):
             given = tensor.shape
             if len(given) != len(shape):
-                raise TypeError(
+                raise NotCovered(
                     f"{self.names[position]} has {len(given)} axes, {tuple(given)}, where the graph was captured with "
                     f"{len(shape)}, {self.describe(position)}; capture the model with an input of that form"
                 )
@@ -85,20 +86,20 @@ class Constraints:
                 size = given[axis]
                 if type(expected) is int:
                     if size != expected:
-                        raise TypeError(self._fixed(position, axis, expected, size))
+                        raise NotCovered(self._fixed(position, axis, expected, size))
                 elif expected not in self.ranges:
                     late.append((position, axis, str(expected)))
                 elif expected not in sizes:
                     sizes[str(expected)] = size
                     bounds = self.ranges[str(expected)]
                     if not bounds.lower <= size <= bounds.upper:
-                        raise TypeError(self._outside(position, axis, bounds, size))
+                        raise NotCovered(self._outside(position, axis, bounds, size))
                 elif size != sizes[str(expected)]:
-                    raise TypeError(self._unequal(position, axis, str(expected), sizes[str(expected)], size))
+                    raise NotCovered(self._unequal(position, axis, str(expected), sizes[str(expected)], size))
         for position, axis, source in late:
             expected_size = self._expressions[source](sizes)
             if given_size(tensors, position, axis) != expected_size:
-                raise TypeError(
+                raise NotCovered(
                     f"axis {axis} of {self.names[position]} has size {given_size(tensors, position, axis)}, "
                     f"where the sizes of the other inputs ask for {source} = {expected_size}"
                 )
@@ -110,7 +111,7 @@ class Constraints:
             }
             for said, holds in self._conditions:
                 if not holds(table):
-                    raise TypeError(
+                    raise NotCovered(
                         f"the captured graph holds only where {said}; the inputs have "
                         + ", ".join(f"{name} {tuple(t.shape)}" for name, t in zip(self.names, tensors))
                         + "; capture the model with an example of these sizes"

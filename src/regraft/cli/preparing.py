@@ -102,7 +102,7 @@ def prepared(arguments: argparse.Namespace) -> Job:
         recipe = dataclasses.replace(recipe, transformations=preset(recipe.preset))
     transformations = chosen(recipe.transformations or ())
     with text.working(f"loading {recipe.model}"):
-        model, notes = load_model(recipe.model, recipe.seed)
+        model, notes = load_model(str(recipe.model), recipe.seed)
         model = converted(model, recipe.dtype, recipe.device)
         inputs = converted_inputs(make_inputs(model, recipe.inputs, recipe.seed), recipe.dtype, recipe.device)
     for note in notes:

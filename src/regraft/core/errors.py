@@ -21,6 +21,10 @@ class Refused(RegraftError):
     """
 
 
+class NotCovered(RegraftError, TypeError):
+    """A captured graph was called with sizes for which it does not hold; the message names the axis and the cure."""
+
+
 class NothingApplied(RegraftError):
     """`strict=True` was asked for and a transformation found no site that it could rewrite."""
 

@@ -33,6 +33,7 @@ class Comparison:
         high: Upper end.
         ratios: The ratio of every pair, in the order measured.
         calls: Calls per block.
+        times: Seconds of one call of the baseline and of the candidate, for every pair.
     """
 
     baseline_seconds: float
@@ -42,6 +43,7 @@ class Comparison:
     high: float
     ratios: tuple[float, ...]
     calls: int
+    times: tuple[tuple[float, float], ...] = ()
 
     @property
     def pairs(self) -> int:
@@ -84,7 +86,8 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as a plain dictionary; times in seconds."""
-        return dict(vars(self), ratios=list(self.ratios), pairs=self.pairs, faster=self.faster, reason=self.reason)
+        plain = dict(vars(self), ratios=list(self.ratios), times=[list(pair) for pair in self.times])
+        return dict(plain, pairs=self.pairs, faster=self.faster, reason=self.reason)
 
 
 def compare_speed(
@@ -145,6 +148,7 @@ def compare_speed(
         high,
         ratios,
         calls,
+        tuple((theirs / calls, ours / calls) for theirs, ours in times),
     )
 
 
