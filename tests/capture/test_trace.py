@@ -400,6 +400,13 @@ def test_the_graph_can_be_compiled_and_exported() -> None:
     assert torch.equal(torch.fx.symbolic_trace(gm)(x), model(x))
 
 
+def test_export_takes_keywords_in_any_order() -> None:
+    gm = trace(TwoInputs(), (torch.randn(3, 3), torch.randn(3, 3)))
+    x, y = torch.randn(3, 3), torch.randn(3, 3)
+    program = torch.export.export(gm, (), {"y": y, "x": x})
+    assert torch.equal(program.module()(x=x, y=y), x @ y)
+
+
 def test_adopting_keeps_the_object() -> None:
     traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2)))
     assert adopt(traced) is traced

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import pickle
+import subprocess
+import sys
 from functools import cache
 from typing import Any
 
@@ -14,8 +17,7 @@ import torch
 pytest.importorskip("transformers")
 
 from capture.zoo import BY_NAME, FAMILIES, Family, assert_same, make_inputs, randomised
-
-from regraft.capture import symbolic_trace
+from regraft.capture import symbolic_trace, trace
 from regraft.capture.module_tree import is_leaf
 
 #: the sizes at which each family is compared: batch and length
@@ -210,3 +212,28 @@ def test_a_mask_of_another_type_is_taken() -> None:
     inputs["attention_mask"] = inputs["attention_mask"].float()
     with torch.no_grad():
         assert_same(model(**inputs), gm(**inputs))
+
+
+def test_outputs_on_demand_leave_no_hooks_behind() -> None:
+    family, _, _ = captured("bert")
+    model = family.build()
+    inputs = make_inputs(family, 3, 11)
+    gm = trace(model, (), {**inputs, "output_hidden_states": True}, dynamic_shapes="auto")
+    assert not any(module._forward_hooks for module in model.modules())
+    with torch.no_grad():
+        assert_same(model(**inputs, output_hidden_states=True), gm(**inputs, output_hidden_states=True))
+
+
+def test_a_saved_decoder_is_loaded_by_a_process_that_never_saw_its_model(tmp_path: Any) -> None:
+    family, _, gm = captured("llama")
+    torch.save((gm, make_inputs(family, 2, 6)), tmp_path / "gm.pt")
+    source = (
+        f"import torch; gm, inputs = torch.load({str(tmp_path / 'gm.pt')!r}, weights_only=False); "
+        "print(type(gm(**inputs).past_key_values).__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, env=environment())
+    assert done.stdout.strip() == "DynamicCache", done.stderr
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

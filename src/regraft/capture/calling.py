@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from regraft.capture import torch_private
+from regraft.capture import torch_private, transformers_adapter
 from regraft.capture.constraints import Constraints
 
 
@@ -27,6 +27,9 @@ class Argument:
     spec: Any
     leaves: tuple[tuple[Any, ...] | None, ...]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _load_argument, (self.name, torch_private.pack_spec(self.spec), self.leaves)
+
     @property
     def is_tensor(self) -> bool:
         """Whether the whole value is one tensor."""
@@ -36,6 +39,26 @@ class Argument:
     def constant(self) -> Any:
         """The value, where the whole of it is a constant."""
         return self.leaves[0][0] if self.spec is None and self.leaves[0] is not None else None
+
+
+def _load_argument(name: str, packed: Any, leaves: tuple[tuple[Any, ...] | None, ...]) -> Argument:
+    return Argument(name, _load_spec(packed), leaves)
+
+
+def _load_spec(packed: Any) -> Any:
+    """A structure from a file, whose classes this process may not have met: caches are made known on first sight."""
+    if packed:
+        kind, _, children = packed
+        transformers_adapter.register_container(kind)
+        for child in children:
+            _load_spec(child)
+    return torch_private.unpack_spec(packed)
+
+
+def _load_calling(
+    arguments: tuple[Argument, ...], positional: int, constraints: Constraints | None, packed: Any
+) -> Calling:
+    return Calling(arguments, positional, constraints, _load_spec(packed))
 
 
 class Calling:
@@ -57,6 +80,10 @@ class Calling:
         self.out_spec = out_spec
         self._simple = [index for index, argument in enumerate(self.arguments) if argument.is_tensor]
         self._flat = all(argument.spec is None for argument in self.arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        packed = torch_private.pack_spec(self.out_spec)
+        return _load_calling, (self.arguments, self.positional, self.constraints, packed)
 
     def bind(self, values: tuple[Any, ...]) -> list[Any]:
         """The tensors of a call, in the order of the graph's inputs.

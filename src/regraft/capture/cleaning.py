@@ -70,7 +70,7 @@ def _is_idle_cast(node: Node, open_types: set[Node]) -> bool:
         return False
     if _argument(node, "copy", False) or _argument(node, "memory_format", None) is not None:
         return False
-    return bool(before.dtype == after.dtype) and before.device == after.device and before.layout == after.layout
+    return bool(before.dtype == after.dtype and before.device == after.device and before.layout == after.layout)
 
 
 def _argument(node: Node, name: str, default: Any) -> Any:
@@ -85,7 +85,7 @@ def _is_whole_slice(node: Node) -> bool:
     start = node.args[2] if len(node.args) > 2 else None
     end = node.args[3] if len(node.args) > 3 else None
     step = node.args[4] if len(node.args) > 4 else 1
-    return start in (0, None) and end in (None, sys.maxsize) and step == 1 and not node.kwargs
+    return bool(start in (0, None) and end in (None, sys.maxsize) and step == 1 and not node.kwargs)
 
 
 def _types_of_inputs(graph: Graph) -> set[Node]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.fx.graph import CodeGen
 
+from regraft.capture import torch_private
 from regraft.capture.calling import Calling
 
 #: the name of the `Calling` in the generated code
@@ -77,6 +78,9 @@ class CallingCodeGen(CodeGen):
 
     def process_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """The inputs of the graph from those of `forward`, for `torch.fx.Interpreter`."""
+        names = torch_private.keywords_in_export()
+        if names and not kwargs:
+            args, kwargs = args[: -len(names)], dict(zip(names, args[-len(names) :]))
         bound = self.calling.signature().bind(*args, **kwargs)
         bound.apply_defaults()
         return tuple(self.calling.bind(tuple(bound.arguments.values())))

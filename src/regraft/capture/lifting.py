@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
@@ -40,6 +40,8 @@ def lift_weights(program: torch.export.ExportedProgram, rename: Callable[[str], 
             elif spec.kind in _CONSTANTS:
                 reads[node] = rename(str(spec.target))
                 constants[reads[node]] = program.constants[str(spec.target)]
+            elif spec.kind is InputKind.USER_INPUT and isinstance(spec.arg, ConstantArgument):
+                assert not node.users  # export writes a constant into the calls that take it
             elif spec.kind is InputKind.USER_INPUT:
                 nodes[node] = _copied(graph, node, nodes, rename)
             else:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import torch
@@ -74,6 +75,41 @@ def expression_source(expr: Any) -> str:
 def symbolic_expression(size: Any) -> Any:
     """The expression of a symbolic size, or the number itself where it is none."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def keywords_in_export() -> list[str]:
+    """The names of the keyword arguments, where `torch.export` runs a graph module; none elsewhere.
+
+    It hands the values of keyword arguments to the interpreter by position, in the order in which they were given, and
+    keeps the names to itself: a graph module exported with keywords in another order would silently mix them up. So
+    they are read from the frame that has them. Without it keywords must be given in the order of the signature.
+    """
+    home = getattr(sys.modules.get("torch.export._trace"), "__file__", None)
+    frame: Any = sys._getframe(1)
+    for _ in range(8):
+        if frame is None:
+            break
+        if frame.f_code.co_name == "forward" and frame.f_code.co_filename == home:
+            return list(frame.f_locals.get("kwargs") or ())
+        frame = frame.f_back
+    return []
+
+
+def pack_spec(spec: TreeSpec | None) -> Any:
+    """A tree's structure as plain data: torch's own class for a leaf is on its way out, and warns when it is loaded."""
+    if spec is None or is_leaf(spec):
+        return None if spec is None else ()
+    return spec_type(spec), spec_context(spec), tuple(pack_spec(child) for child in spec_children(spec))
+
+
+def unpack_spec(packed: Any) -> Any:
+    """The inverse of `pack_spec`."""
+    if packed is None:
+        return None
+    if packed == ():
+        return pytree.tree_structure(0)
+    kind, context, children = packed
+    return TreeSpec(kind, context, [unpack_spec(child) for child in children])
 
 
 def children_of(value: Any) -> tuple[list[Any], Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,7 +63,9 @@ def _configs(module: nn.Module) -> list[Any]:
 
 
 def _contents(module: nn.Module) -> dict[str, Any]:
-    return {name: value.copy() for name, value in vars(module).items() if type(value) in (list, dict, set)}
+    # hooks are in ordered dictionaries: a transformers model that is asked for more outputs installs some as it runs
+    kinds = (list, dict, set, OrderedDict)
+    return {name: value.copy() for name, value in vars(module).items() if type(value) in kinds}
 
 
 def _restore(module: nn.Module, attributes: dict[str, Any], contents: dict[str, Any]) -> None:
