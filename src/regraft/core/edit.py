@@ -16,7 +16,7 @@ from torch.fx import Node
 from regraft.core.journal import SiteRecord, WeightRecord
 from regraft.core.query import Facts
 from regraft.core.reversal import Reversal
-from regraft.core.states import MARKS, Changes, Key, Recorder, Slot, module_at, write_slot
+from regraft.core.states import MARKS, Changes, Key, Recorder, Slot, is_layer, module_at, write_slot
 from regraft.core.vocabulary import Call, Weight, attribute
 from regraft.core.weights import Derivation, Same
 
@@ -145,7 +145,9 @@ class Edit:
             self._write(name, Slot("_buffers", value.detach(), persistent=False))
 
     def free_name(self, name: str) -> str:
-        """`name`, or `name_1`, ... where it is taken."""
+        """`name`, or `name_1`, ... where it is taken; beside a layer of the caller's model, never in it."""
+        parent = name.rpartition(".")[0]
+        name = name.replace(".", "_") if parent and is_layer(attribute(self.owner, parent)) else name
         candidate, number = name, 0
         while attribute(self.owner, candidate) is not None:
             number += 1
@@ -164,10 +166,11 @@ class Edit:
                 self.discard_weight(value)
 
     def discard_weight(self, reader: Node) -> None:
-        """Erase a `get_attr` node that nobody reads, and its tensor, if no other node reads that."""
+        """Erase a `get_attr` node that nobody reads, and its tensor, if no other node reads that; layers stay whole."""
         tensor, target = attribute(self.owner, str(reader.target)), str(reader.target)
         self.erase(reader)
-        if self._facts.unread(tensor):
+        parent = target.rpartition(".")[0]
+        if self._facts.unread(tensor) and not (parent and is_layer(attribute(self.owner, parent))):
             self._write(target, None)
 
     # The transaction.

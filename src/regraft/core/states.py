@@ -159,6 +159,11 @@ def module_at(root: nn.Module, path: str) -> nn.Module:
     return module
 
 
+def is_layer(module: object) -> bool:
+    """Whether it is a layer, which the caller's model holds too; graph modules and bare containers are our own."""
+    return type(module) is not nn.Module and not isinstance(module, GraphModule)
+
+
 class Recorder:
     """Notes the state of whatever is about to be touched; knows what has changed since, and can put it back."""
 
