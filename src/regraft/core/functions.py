@@ -114,6 +114,14 @@ ERF = Operation(
     ("erf",),
 )
 NEGATE = Operation("negate", "input", (operator.neg, torch.neg, torch.negative, *_overloads("neg.default")), ("neg",))
+EMBEDDING = Operation(
+    "embedding",
+    "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse",
+    (F.embedding,),
+    (),
+    (nn.Embedding,),
+    {"norm_type": 2.0, "scale_grad_by_freq": False, "sparse": False},
+)
 LAYER_NORM = Operation(
     "layer norm",
     "input normalized_shape weight bias eps",

@@ -1,7 +1,7 @@
 """Patterns of several operations: what an expression must look like, with names for the parts that a rule needs.
 
 A form describes a value: `Value("x")` any, `Number("eps")` a number, `Op(ADD, ...)` the result of an operation,
-`Product` factors in any order, `Either` one of several, `Through(CAST, ...)` something behind any number of casts. A
+`Product` factors in any order, `Either` one of several, `Through((CAST,), ...)` something behind any number of casts. A
 name that occurs twice stands for the same value. `Tree` looks for a form through a whole graph, and for near misses.
 """
 
@@ -179,15 +179,15 @@ class Either(Form):
 
 @dataclass(frozen=True)
 class Through(Form):
-    """A form behind any number of calls of one operation, a cast for instance."""
+    """A form behind any number of calls of some operations, casts for instance."""
 
-    operation: Operation
+    operations: tuple[Operation, ...]
     form: Form
 
     def bind(self, value: Any, found: Binding, trial: Trial) -> Iterator[Binding]:
         yield from self.form.bind(value, found, trial)
         call = read(value, trial.owner)
-        if call is not None and call.operation is self.operation:
+        if call is not None and call.operation in self.operations:
             yield from self.bind(call["input"], found.over(call.node), trial)
 
 

@@ -78,6 +78,17 @@ def value_of(node: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
+def same_shape(left: Any, right: Any) -> bool:
+    """Whether two shapes are the same for every size that symbols may stand for."""
+    return len(left) == len(right) and all(_same_size(a, b) for a, b in zip(left, right, strict=True))
+
+
+def _same_size(left: Any, right: Any) -> bool:
+    # comparing symbolic sizes would tie them together; their expressions tell without
+    left, right = (size.node.expr if isinstance(size, torch.SymInt) else size for size in (left, right))
+    return bool(left == right)
+
+
 def rounds(node: Node) -> bool:
     """Whether `node` turns a floating-point value into one that is not."""
     if node.op not in ("call_function", "call_method") or reads_shape_only(node):

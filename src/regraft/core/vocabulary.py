@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 from regraft.core.functions import (
     ATTENTION,
     CAST,
+    EMBEDDING,
     ERF,
     EXPAND,
     GELU,
@@ -76,6 +77,7 @@ __all__ = [
     "CONV",
     "DIVIDE",
     "DROPOUT",
+    "EMBEDDING",
     "ERF",
     "EXPAND",
     "FLATTEN",

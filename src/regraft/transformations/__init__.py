@@ -3,10 +3,12 @@
 from regraft.transformations.change_true_div_to_mul_by_inverse import ChangeTrueDivToMulByInverse
 from regraft.transformations.deep_copy import DeepCopy
 from regraft.transformations.fold_batch_norm import FoldBatchNorm
+from regraft.transformations.fuse_attention import FuseAttention
 from regraft.transformations.fuse_batch_norm1d_in_linear import FuseBatchNorm1dInLinear
 from regraft.transformations.fuse_batch_norm2d_in_conv2d import FuseBatchNorm2dInConv2d
 from regraft.transformations.fuse_bias_in_linear import FuseBiasInLinear
 from regraft.transformations.fuse_gelu import FuseGelu
+from regraft.transformations.fuse_pad import FusePad
 from regraft.transformations.lint_and_recompile import LintAndRecompile
 from regraft.transformations.merge_linears import MergeLinears
 from regraft.transformations.prepack_for_cpu import PrepackForCpu
@@ -21,7 +23,9 @@ TRANSFORMATIONS = (
     FoldBatchNorm,
     RemoveDeadWork,
     FuseGelu,
+    FusePad,
     PrepackForCpu,
+    FuseAttention,
     DeepCopy,
     LintAndRecompile,
 )
@@ -31,10 +35,12 @@ __all__ = [
     "ChangeTrueDivToMulByInverse",
     "DeepCopy",
     "FoldBatchNorm",
+    "FuseAttention",
     "FuseBatchNorm1dInLinear",
     "FuseBatchNorm2dInConv2d",
     "FuseBiasInLinear",
     "FuseGelu",
+    "FusePad",
     "LintAndRecompile",
     "MergeLinears",
     "PrepackForCpu",

@@ -7,13 +7,13 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
-from torch import SymInt, Tensor
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from regraft.core.flow import known
 from regraft.core.mutation import writes
 from regraft.core.pattern import Match, Pattern
-from regraft.core.values import target_name, value_of
+from regraft.core.values import same_shape, target_name, value_of
 from regraft.core.vocabulary import DROPOUT, IDENTITY, LINEAR, RESHAPE, read
 from regraft.transformations._constants import constants, piece
 
@@ -105,6 +105,8 @@ def unchanged_value(node: Node, owner: GraphModule) -> Node | None:
     if name == "contiguous":
         return source if not _needs_layout(node, source, owner) else None
     before, after = value_of(source), value_of(node)
+    if call is not None and call.operation is RESHAPE:
+        return _before_reshaping(source, after, owner)
     if before is None or after is None or not _like(before, after):
         return None
     if name in _CASTS:
@@ -121,21 +123,28 @@ def copies(node: Node, source: Node, owner: GraphModule) -> bool:
     name = target_name(node).partition(".")[0] if node.op != "call_module" else ""
     if name == "contiguous":
         return not _laid_out(source, owner)
+    if name == "reshape" and node.all_input_nodes[0] is not source:
+        return True
     return name in ("clone", "_to_copy") or bool(node.kwargs.get("copy")) or True in node.args[1:]
+
+
+def _before_reshaping(source: Node, after: Tensor | None, owner: GraphModule) -> Node | None:
+    """The value that `source` is, or is a reshaped form of, if it is like `after`: `x.view(a).view(x.shape)` is x."""
+    while after is not None:
+        before = value_of(source)
+        if before is None or _like(before, after):
+            return source if before is not None else None
+        call = read(source, owner)
+        if call is None or call.operation is not RESHAPE:
+            return None
+        source = call.input
+    return None
 
 
 def _like(before: Tensor, after: Tensor) -> bool:
     """Same dtype, device and shape, for every size that symbols may stand for."""
-    if (before.dtype, before.device, before.ndim) != (after.dtype, after.device, after.ndim):
-        return False
-    return all(_same_size(left, right) for left, right in zip(before.shape, after.shape, strict=True))
-
-
-def _same_size(left: Any, right: Any) -> bool:
-    if isinstance(left, SymInt) or isinstance(right, SymInt):
-        # comparing symbolic sizes would tie them together; their expressions tell without
-        return isinstance(left, SymInt) and isinstance(right, SymInt) and bool(left.node.expr == right.node.expr)
-    return bool(left == right)
+    same_kind = (before.dtype, before.device) == (after.dtype, after.device)
+    return same_kind and same_shape(before.shape, after.shape)
 
 
 def _permutes_nothing(node: Node, name: str) -> bool:

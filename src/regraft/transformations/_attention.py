@@ -1,0 +1,183 @@
+"""Reading attention that is written out: from the softmax down to the product of the query and the key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from regraft.core.query import require, that
+from regraft.core.values import same_shape, value_of
+from regraft.core.vocabulary import (
+    ADD,
+    CAST,
+    DIVIDE,
+    MASKED_FILL,
+    MATMUL,
+    MULTIPLY,
+    PERMUTE,
+    TRANSPOSE,
+    WHERE,
+    Call,
+    attribute,
+    read,
+)
+
+_HIDDEN = -1e4
+"""A score from which on a softmax has no weight left: exp(-1e4) is zero in every precision."""
+_DEEPEST = 12
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What was done to the scores: `node` added, or `fill` put where `node` is true (or, `keeps`, where it is not)."""
+
+    node: Node
+    fill: float | None = None
+    keeps: bool = False
+
+
+@dataclass
+class Scores:
+    """The scores of attention: `scale` times the product of the query and the transposed key, and the masks."""
+
+    product: Call
+    scale: float = 1.0
+    masks: list[Mask] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+
+
+def read_scores(value: Any, owner: GraphModule) -> Scores:
+    """The scores that `value` is, or a refusal that names what is not understood."""
+    scale, masks, nodes = 1.0, list[Mask](), list[Node]()
+    while True:
+        call = read(value, owner)
+        known = call is not None and call.operation in (MATMUL, CAST, MULTIPLY, DIVIDE, ADD, MASKED_FILL, WHERE)
+        name = value.name if isinstance(value, Node) else value
+        require(that(known, f"{name!r} lies between the scores and the softmax, and is no scale and no mask"))
+        assert call is not None
+        nodes.append(call.node)
+        if call.operation is MATMUL:
+            return Scores(call, scale, masks, nodes)
+        if call.operation is CAST:
+            value = call["input"]
+        elif call.operation in (MULTIPLY, DIVIDE):
+            value, factor = scaled(call)
+            scale *= factor
+        else:
+            require(that(scale == 1, f"{call.where} masks the scores before they are scaled by {scale}"))
+            value, mask = _masked(call)
+            masks.append(mask)
+
+
+def scaled(call: Call) -> tuple[Any, float]:
+    """What a multiplication or division by a number scales, and by how much."""
+    left, right = constant(call["input"], call.owner), constant(call["other"], call.owner)
+    if call.operation is MULTIPLY and left is not None:
+        return call["other"], left
+    require(that(right not in (None, 0), f"{call.where} scales by something else than a number"))
+    assert right is not None
+    return call["input"], right if call.operation is MULTIPLY else 1 / right
+
+
+def _masked(call: Call) -> tuple[Any, Mask]:
+    if call.operation is ADD:
+        require(that(call["alpha"] in (None, 1), f"{call.where} adds a multiple of the mask"))
+        left, right = call["input"], call["other"]
+        scores, mask = (left, right) if _leads_to_product(left, call.owner) else (right, left)
+        require(that(_leads_to_product(scores, call.owner), f"{call.where} adds two values, neither of them scores"))
+        require(that(isinstance(mask, Node), f"{call.where} adds the number {mask}, and no mask"))
+        return scores, Mask(mask)
+    if call.operation is MASKED_FILL:
+        return call["input"], Mask(call["mask"], _fill(call, call["value"]))
+    keeps = _leads_to_product(call["input"], call.owner)
+    scores, fill = (call["input"], call["other"]) if keeps else (call["other"], call["input"])
+    return scores, Mask(call["condition"], _fill(call, fill), keeps)
+
+
+def _fill(call: Call, value: Any) -> float:
+    number = constant(value, call.owner)
+    require(that(number is not None, f"{call.where} fills the scores with something else than a number"))
+    assert number is not None
+    hides = number <= _HIDDEN
+    require(that(hides, f"{call.where} fills the scores with {number}, which still has weight in the softmax"))
+    return number
+
+
+def _leads_to_product(value: Any, owner: GraphModule, depth: int = _DEEPEST) -> bool:
+    call = read(value, owner) if depth else None
+    if call is None or call.operation is MATMUL:
+        return call is not None
+    if call.operation in (CAST, MULTIPLY, DIVIDE, ADD, MASKED_FILL, WHERE):
+        return any(_leads_to_product(call[name], owner, depth - 1) for name in ("input", "other"))
+    return False
+
+
+def constant(value: Any, owner: GraphModule) -> float | None:
+    """The number that a value is, where it is one for certain."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    if (
+        isinstance(value, Node)
+        and value.target in (torch.full, torch.zeros)
+        and value.args[0] in ([], (), torch.Size())
+    ):
+        given = value.args[1] if value.target is torch.full else 0.0
+        return float(given) if isinstance(given, (int, float)) else None
+    if isinstance(value, Node) and value.op == "get_attr":
+        path, _, leaf = str(value.target).rpartition(".")
+        tensor, parent = attribute(owner, str(value.target)), owner.get_submodule(path)
+        fixed = isinstance(tensor, Tensor) and leaf in parent._non_persistent_buffers_set
+        return float(tensor) if fixed and tensor.numel() == 1 and not tensor.is_meta else None
+    return None
+
+
+def untransposed(call: Call) -> Node | None:
+    """What a transposition of the last two axes transposes; None for any other call."""
+    value = value_of(call.node)
+    if value is None:
+        return None
+    axes = list(range(value.ndim))
+    if call.operation is TRANSPOSE:
+        first, second = call["dim0"] % value.ndim, call["dim1"] % value.ndim
+        axes[first], axes[second] = axes[second], axes[first]
+    elif call.operation is PERMUTE:
+        axes = [axis % value.ndim for axis in call["shape"]]
+    wanted = [*range(value.ndim - 2), value.ndim - 1, value.ndim - 2]
+    return call.input if axes == wanted and call.operation in (TRANSPOSE, PERMUTE) else None
+
+
+def fits(query: Tensor, key: Tensor, value: Tensor, scores: Scores, softmax: Node) -> str | None:
+    """None where the shapes are those of attention, without broadcasting."""
+    product, last = value_of(scores.product.node), value_of(softmax)
+    if product is None or last is None or not same_shape(product.shape, last.shape):
+        return "a mask broadcasts the scores to another shape"
+    batches = [tensor.shape[:-2] for tensor in (key, value)]
+    if query.ndim < 3 or not all(same_shape(query.shape[:-2], batch) for batch in batches):
+        return "the query, the key and the value are not of the same batches"
+    return None
+
+
+def precise(operands: list[Node], inner: list[Node]) -> str | None:
+    """The fused call computes at least as precisely: half precision and float32 in float32, float64 in float64."""
+    dtypes = {tensor.dtype for operand in operands if (tensor := value_of(operand)) is not None}
+    if len(dtypes) != 1:
+        return "the query, the key and the value are of different dtypes"
+    (dtype,) = dtypes
+    between = {tensor.dtype for node in inner if (tensor := value_of(node)) is not None} - {dtype, torch.float32}
+    result = value_of(inner[-1])
+    if between or result is None or result.dtype != dtype or not dtype.is_floating_point:
+        kinds = ", ".join(str(kind).removeprefix("torch.") for kind in (*between, dtype))
+        return f"the computation goes through {kinds}, which the fused call does not"
+    lowered = dtype is torch.float64 and any(v.dtype is torch.float32 for n in inner if (v := value_of(n)) is not None)
+    return "float64 is lowered to float32 on the way" if lowered else None
+
+
+def along_last(softmax: Node, dim: Any) -> str | None:
+    """The softmax is over the keys."""
+    value = value_of(softmax)
+    last = value is not None and isinstance(dim, int) and dim % value.ndim == value.ndim - 1
+    return that(last, f"{softmax.name!r} is a softmax over another axis than the last")

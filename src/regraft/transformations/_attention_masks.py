@@ -1,0 +1,101 @@
+"""The masks of attention: what they may hold, and the one mask that stands for all of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from regraft.core.edit import Edit
+from regraft.core.query import that
+from regraft.core.values import value_of
+from regraft.core.vocabulary import (
+    ADD,
+    EMBEDDING,
+    EXPAND,
+    MASKED_FILL,
+    PERMUTE,
+    RESHAPE,
+    TRANSPOSE,
+    UNSQUEEZE,
+    WHERE,
+    attribute,
+    read,
+)
+from regraft.transformations._attention import Mask, constant
+
+_VIEWS = (RESHAPE, EXPAND, UNSQUEEZE, TRANSPOSE, PERMUTE)
+_DEEPEST = 12
+_NO_MASK = 1e3
+"""Below this a bias is a bias; a score hidden by it would still have weight."""
+
+
+def largest(value: Any, owner: GraphModule, depth: int = _DEEPEST) -> float:
+    """A bound of the magnitude of every element; infinity where there is none for certain."""
+    number = constant(value, owner)
+    if number is not None or not depth or not isinstance(value, Node):
+        return abs(number) if number is not None else math.inf
+    if value.op == "get_attr":
+        return _largest_of(attribute(owner, str(value.target)))
+    call = read(value, owner)
+    if call is None:
+        return math.inf
+    if call.operation is EMBEDDING:
+        weight = call.weight("weight")
+        return _largest_of(weight.tensor) if weight is not None else math.inf
+    if call.operation in _VIEWS:
+        return largest(call["input"], owner, depth - 1)
+    parts = {ADD: ("input", "other"), WHERE: ("input", "other"), MASKED_FILL: ("input", "value")}
+    bounds = [largest(call[name], owner, depth - 1) for name in parts.get(call.operation, ())]
+    return (sum(bounds) if call.operation is ADD else max(bounds)) if bounds else math.inf
+
+
+def _largest_of(tensor: Any) -> float:
+    if not isinstance(tensor, Tensor) or tensor.is_meta or not tensor.numel():
+        return math.inf
+    return float(tensor.detach().abs().max()) if tensor.isfinite().all() else math.inf
+
+
+def maskable(masks: list[Mask], query: Tensor, owner: GraphModule) -> str | None:
+    """The masks can be given to the fused call, and mean the same there."""
+    added = [mask for mask in masks if mask.fill is None]
+    filled = [mask for mask in masks if mask.fill is not None]
+    if filled and (added or len(masks) > 1) and any(mask.fill != -math.inf for mask in filled):
+        return f"{filled[0].node.name!r} fills in a finite score beside another mask, and a hidden row would differ"
+    if filled and added:
+        return f"{filled[0].node.name!r} and {added[0].node.name!r} mask in two ways, one filled in and one added"
+    for mask in masks:
+        value = value_of(mask.node)
+        wanted = query.dtype if mask.fill is None else torch.bool
+        if value is None or value.dtype != wanted or value.ndim > query.ndim:
+            return f"the mask {mask.node.name!r} is not of {wanted}, or has more axes than the scores"
+    # in float16 a finite mask swallows the scores of a row that is hidden whole, and in the fused float32 it does not
+    finite = any(mask.fill != -math.inf for mask in filled)
+    finite |= sum(largest(mask.node, owner) for mask in added) > _NO_MASK
+    half = query.dtype is torch.float16 and finite
+    return that(not half, "float16 rounds away the scores of a row that a finite mask hides; the fused call does not")
+
+
+def one_mask(masks: list[Mask], like: Tensor, edit: Edit, before: Node, owner: GraphModule) -> tuple[Any, Any]:
+    """One mask for all of them, and which rows it hides whole, where the model has NaN there."""
+    if not masks:
+        return None, None
+    if masks[0].fill is None:
+        added = masks[0].node
+        for mask in masks[1:]:
+            added = edit.insert(before, torch.add, added, mask.node)
+        bound = sum(largest(mask.node, owner) for mask in masks)
+        if bound <= torch.finfo(like.dtype).max * (1 + torch.finfo(like.dtype).eps / 4):
+            return added, None
+        return added, edit.insert(before, torch.all, edit.insert(before, torch.eq, added, -math.inf), -1, True)
+    hidden = [edit.insert(before, torch.logical_not, m.node) if m.keeps else m.node for m in masks]
+    every = hidden[0]
+    for node in hidden[1:]:
+        every = edit.insert(before, torch.logical_or, every, node)
+    if masks[0].fill == -math.inf:
+        return edit.insert(before, torch.logical_not, every), edit.insert(before, torch.all, every, -1, True)
+    zeros = edit.insert(before, torch.zeros_like, every, dtype=like.dtype)
+    return edit.insert(before, torch.masked_fill, zeros, every, torch.finfo(like.dtype).min), None

@@ -1,0 +1,217 @@
+"""FuseAttention: every way to write attention, hidden rows, and what must be refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import regraft as rg
+from helpers import Wrap, assert_matches_float64, check_applied, check_refused, randomise
+
+B, H, L, S, D = 2, 3, 5, 7, 4
+Q, K, V = torch.randn(B, H, L, D), torch.randn(B, H, S, D), torch.randn(B, H, S, D)
+LOWEST = torch.finfo(torch.float32).min
+HIDDEN = torch.rand(B, 1, L, S) < 0.4
+HIDDEN[0, 0, 1] = True  # a row that sees nothing
+HIDDEN[1, 0, 2] = False
+
+
+class Three(nn.Module):
+    """Attention as a function of a query, a key, a value and more."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.inner = Wrap(function, **parts)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return self.inner.function(self.inner, q, k, v)
+
+
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.transpose(-1, -2)
+
+
+def attend(weights: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(weights, -1) @ v
+
+
+FORMS: dict[str, Callable[..., Any]] = {
+    "plain": lambda m, q, k, v: attend(scores(q, k), v),
+    "times a scale": lambda m, q, k, v: attend(scores(q, k) * 0.3, v),
+    "scale first": lambda m, q, k, v: attend(0.3 * scores(q, k), v),
+    "divided": lambda m, q, k, v: attend(scores(q, k) / math.sqrt(D), v),
+    "scaled query": lambda m, q, k, v: attend(scores(q * 0.3, k), v),
+    "scaled query and scores": lambda m, q, k, v: attend(scores(q / 2, k) * 3, v),
+    "scaled key": lambda m, q, k, v: attend(scores(q, k * 0.3), v),
+    "permuted key": lambda m, q, k, v: attend(torch.matmul(q, k.permute(0, 1, 3, 2)), v),
+    "key transposed otherwise": lambda m, q, k, v: attend(q @ (k * 2).mT, v),
+    "functional": lambda m, q, k, v: torch.matmul(F.softmax(torch.matmul(q, k.transpose(2, 3)), dim=-1), v),
+    "module": lambda m, q, k, v: m.softmax(scores(q, k)) @ v,
+    "last axis by number": lambda m, q, k, v: torch.softmax(scores(q, k), 3) @ v,
+    "upcast": lambda m, q, k, v: F.softmax(scores(q, k), dim=-1, dtype=torch.float32).to(q.dtype) @ v,
+    "upcast before": lambda m, q, k, v: F.softmax(scores(q, k).float(), dim=-1).type_as(q) @ v,
+    "dropout": lambda m, q, k, v: F.dropout(torch.softmax(scores(q, k), -1), 0.5, False) @ v,
+    "added mask": lambda m, q, k, v: attend(scores(q, k) * 0.3 + m.mask, v),
+    "mask added first": lambda m, q, k, v: attend(m.mask + scores(q, k) * 0.3, v),
+    "two masks": lambda m, q, k, v: attend(scores(q, k) * 0.3 + m.mask + m.bias, v),
+    "filled": lambda m, q, k, v: attend((scores(q, k) * 0.3).masked_fill(m.hidden, -math.inf), v),
+    "filled, finite": lambda m, q, k, v: attend((scores(q, k) / 2).masked_fill(m.hidden, -1e9), v),
+    "filled with the lowest": lambda m, q, k, v: attend((scores(q, k) / 2).masked_fill(m.hidden, LOWEST), v),
+    "where": lambda m, q, k, v: attend(torch.where(m.hidden, -math.inf, scores(q, k)), v),
+    "where not": lambda m, q, k, v: attend(torch.where(~m.hidden, scores(q, k) * 0.3, LOWEST), v),
+    "filled twice": lambda m, q, k, v: attend(
+        scores(q, k).masked_fill(m.hidden, -math.inf).masked_fill(m.causal, -math.inf), v
+    ),
+    "infinite mask": lambda m, q, k, v: attend(scores(q, k) + torch.where(m.hidden, -math.inf, 0.0), v),
+    "finite mask": lambda m, q, k, v: attend(scores(q, k) + torch.where(m.hidden, LOWEST, 0.0), v),
+    "inverted mask": lambda m, q, k, v: attend(scores(q, k) + (1.0 - (~m.hidden).float()) * LOWEST, v),
+    "grouped": lambda m, q, k, v: attend(
+        scores(q, k[:, :1, None].expand(B, 1, H, S, D).reshape(B, H, S, D)),
+        v[:, :1, None].expand(B, 1, H, S, D).reshape(B, H, S, D),
+    ),
+    "three axes": lambda m, q, k, v: attend(
+        torch.bmm(q.reshape(B * H, L, D), k.reshape(B * H, S, D).transpose(1, 2)) * 0.3, v.reshape(B * H, S, D)
+    ),
+    "three axes and a mask": lambda m, q, k, v: attend(
+        torch.bmm(q[:, 0], k[:, 0].transpose(1, 2)).masked_fill(m.hidden[:, 0], -math.inf), v[:, 0]
+    ),
+}
+
+
+def model_of(function: Callable[..., Any]) -> nn.Module:
+    mask = torch.randn(B, 1, L, S)
+    mask[HIDDEN] = LOWEST
+    causal = torch.ones(L, S, dtype=torch.bool).triu(1)
+    parts = {"mask": mask, "bias": torch.randn(H, L, S), "hidden": HIDDEN, "causal": causal}
+    return Three(function, softmax=nn.Softmax(-1), **parts).eval()
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_applied(name: str) -> None:
+    gm = check_applied(rg.FuseAttention(), model_of(FORMS[name]), (Q, K, V), "trace")
+    assert not [n for n in gm.graph.nodes if "softmax" in n.name]
+
+
+@pytest.mark.parametrize("name", ["plain", "upcast", "added mask", "filled", "grouped", "finite mask"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_precisions(name: str, dtype: torch.dtype) -> None:
+    if dtype is torch.float64 and name == "upcast":
+        pytest.skip("refused: float64 is lowered to float32")
+    model = model_of(FORMS[name])
+    if name == "finite mask":
+        low = torch.finfo(dtype).min
+        model = model_of(
+            lambda m, q, k, v: attend(
+                scores(q, k) + torch.zeros_like(m.hidden, dtype=dtype).masked_fill(m.hidden, low), v
+            )
+        )
+    elif name == "added mask":
+        model.inner.mask.clamp_(min=torch.finfo(torch.bfloat16).min)
+    check_applied(rg.FuseAttention(), model.to(dtype), (Q.to(dtype), K.to(dtype), V.to(dtype)), "trace")
+
+
+def test_a_row_that_sees_nothing_stays_nan_or_uniform() -> None:
+    nan, uniform = (model_of(FORMS[name]) for name in ("filled", "filled, finite"))
+    for model, expected in ((nan, torch.full((H, D), math.nan)), (uniform, V[0].mean(-2))):
+        gm = rg.FuseAttention()(rg.trace(model, (Q, K, V)))
+        assert rg.history(gm)[-1].applied
+        torch.testing.assert_close(gm(Q, K, V)[0, :, 1], expected, equal_nan=True)
+
+
+def test_other_sizes() -> None:
+    function = lambda m, q, k, v: attend(scores(q, k) * 0.3 + m.bias[:, :1, :1], v)
+    model = model_of(function)
+    gm = rg.FuseAttention()(rg.trace(model, (Q, K, V), dynamic_shapes="auto"))
+    assert rg.history(gm)[-1].applied, rg.history(gm)[-1].refused
+    assert_matches_float64(model, gm, (torch.randn(4, H, 9, D), torch.randn(4, H, 11, D), torch.randn(4, H, 11, D)))
+
+
+def test_gradients_flow_to_a_trained_bias() -> None:
+    model = randomise(
+        Three(
+            lambda m, q, k, v: attend(scores(q, k) + m.table(m.index).permute(2, 0, 1), v),
+            table=nn.Embedding(9, H),
+            index=torch.randint(0, 9, (L, S)),
+        )
+    )
+    gm = rg.FuseAttention()(rg.trace(model, (Q, K, V)))
+    assert rg.history(gm)[-1].applied
+    found = []
+    for module in (model, gm):
+        model.zero_grad()
+        module(Q, K, V).square().sum().backward()
+        found.append(model.inner.table.weight.grad.clone())
+    torch.testing.assert_close(*found)
+
+
+def _weights_returned(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    weights = torch.softmax(scores(q, k), -1)
+    return weights @ v, weights
+
+
+def _written(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    product = scores(q, k)
+    q.add_(1)
+    return attend(product, v) + q.sum()
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "weights returned": (_weights_returned, "also used by"),
+    "query written": (_written, "in place"),
+    "another axis": (lambda m, q, k, v: torch.softmax(scores(q, k), -2) @ v, "another axis"),
+    "unknown between": (lambda m, q, k, v: attend(scores(q, k).tanh() * 5, v), "no scale and no mask"),
+    "scale of a weight": (lambda m, q, k, v: attend(scores(q, k) * m.bias[:, :1, :1], v), "something else"),
+    "masked, then scaled": (lambda m, q, k, v: attend((scores(q, k) + m.mask) * 0.3, v), "before they are scaled"),
+    "mild fill": (lambda m, q, k, v: attend(scores(q, k).masked_fill(m.hidden, -50.0), v), "still has weight"),
+    "fill and mask": (
+        lambda m, q, k, v: attend(scores(q, k).masked_fill(m.hidden, -1e9) + m.mask, v),
+        "beside another",
+    ),
+    "infinite fill and mask": (
+        lambda m, q, k, v: attend(scores(q, k).masked_fill(m.hidden, -math.inf) + m.mask, v),
+        "in two ways",
+    ),
+    "reshaped weights": (
+        lambda m, q, k, v: torch.softmax(scores(q, k), -1).reshape(B * H, L, S) @ v.reshape(B * H, S, D),
+        "reshapes the weights",
+    ),
+    "broadcast mask": (lambda m, q, k, v: attend(scores(q[:1], k[:1]) + m.mask, v), "another shape"),
+    "shared key": (lambda m, q, k, v: attend(scores(q, k[:, :1]), v), "not of the same batches"),
+    "number added": (lambda m, q, k, v: attend(scores(q, k) + 2, v), "no mask"),
+    "lowered": (lambda m, q, k, v: F.softmax(scores(q, k), -1, dtype=torch.float64).float() @ v, "float64"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    function, word = REFUSED[name]
+    check_refused(rg.FuseAttention(), model_of(function), (Q, K, V), "trace", word)
+
+
+def test_dropout_in_training_is_refused() -> None:
+    model = model_of(lambda m, q, k, v: m.drop(torch.softmax(scores(q, k), -1)) @ v)
+    model.inner.drop = nn.Dropout(0.5)
+    gm = rg.symbolic_trace(model)
+    rg.FuseAttention()(gm)
+    assert "training mode" in rg.history(gm)[-1].refused[0].reason
+
+
+def test_without_shapes_it_is_refused() -> None:
+    check_refused(rg.FuseAttention(), model_of(FORMS["plain"]), (Q, K, V), "fx", "capture with rg.trace")
+
+
+def test_a_finite_mask_in_float16_is_refused() -> None:
+    model = model_of(FORMS["filled with the lowest"])
+    model.inner.function = lambda m, q, k, v: attend(scores(q, k).masked_fill(m.hidden, -65504.0), v)
+    check_refused(rg.FuseAttention(), model.half(), (Q.half(), K.half(), V.half()), "trace", "float16")
+
+
+def test_float64_lowered_on_the_way_is_refused() -> None:
+    inputs = (Q.double(), K.double(), V.double())
+    check_refused(rg.FuseAttention(), model_of(FORMS["upcast"]).double(), inputs, "trace", "lowered")
