@@ -10,7 +10,7 @@ from regraft.verify import Comparison, Depth
 
 _WIDTH, _HEIGHT = 640.0, 240.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 12.0, 12.0, 40.0
-_BINS = 28
+_MOST_BINS = 28
 _FLOOR = 1e-18  # an error of zero has no logarithm
 
 
@@ -28,6 +28,7 @@ def depth(values: Sequence[Depth]) -> str:
     high += low == high
 
     def y(error: float) -> float:
+        error = error if math.isfinite(error) else 10.0**high
         exponent = math.log10(min(max(error, 10.0**low), 10.0**high))
         return _TOP + (high - exponent) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
 
@@ -61,7 +62,8 @@ def times(result: Comparison) -> str:
     ordered = sorted([*before, *after])
     low, high = ordered[0], ordered[min(len(ordered) - 1, int(len(ordered) * 0.98))]
     high = high if high > low else low * 1.01 + 1e-9
-    counts = [_counts(values, low, high) for values in (before, after)]
+    bins = min(_MOST_BINS, max(6, round(2 * len(before) ** 0.5)))
+    counts = [_counts(values, low, high, bins) for values in (before, after)]
     most = max(max(c) for c in counts)
 
     def y(count: float) -> float:
@@ -70,7 +72,7 @@ def times(result: Comparison) -> str:
     step = max(1, math.ceil(most / 4))
     parts = [_grid([(y(c), str(c)) for c in range(0, most + 1, step)])]
     parts.append(_across(f"{low:.3g} ms", "one call (the slowest 2 % in the last bar)", f"{high:.3g} ms"))
-    width = (_WIDTH - _LEFT - _RIGHT) / _BINS
+    width = (_WIDTH - _LEFT - _RIGHT) / bins
     for name, bars in zip(("before", "after"), counts, strict=True):
         drawn = "".join(
             f'<rect class="bar" x="{_LEFT + i * width:.1f}" y="{y(c):.1f}" width="{width - 1:.1f}" '
@@ -124,10 +126,10 @@ def share(part: float, whole: float) -> float:
     return min(part / whole, 1.0) if whole > 0 else float(part > 0)
 
 
-def _counts(values: list[float], low: float, high: float) -> list[int]:
-    counts = [0] * _BINS
+def _counts(values: list[float], low: float, high: float, bins: int) -> list[int]:
+    counts = [0] * bins
     for value in values:
-        counts[min(int((value - low) / (high - low) * _BINS), _BINS - 1)] += 1
+        counts[min(int((value - low) / (high - low) * bins), bins - 1)] += 1
     return counts
 
 

@@ -8,7 +8,7 @@ from html import escape
 
 from regraft.core.results import DrawnNode
 
-_WIDEST = 26  # characters of a line in a box; longer names lose their middle, and keep both ends
+_WIDEST = 26  # characters of a line in a box
 _LETTER, _PAD, _HEIGHT, _GAP, _DROP = 6.65, 11.0, 58.0, 18.0, 34.0
 SMALLEST = 0.8
 _SAID = {"removed": "removed", "added": "new", "changed": "changed", "around": ""}
@@ -53,18 +53,19 @@ def graph(nodes: Sequence[DrawnNode], title: str) -> str:
 
 
 def shortened(text: str, width: int = _WIDEST) -> str:
-    """A text that fits, with its middle left out if need be.
+    """A text that fits, with some of its beginning left out if need be: the names of neighbours differ at the end.
 
     Args:
         text: the text.
         width: the number of characters.
 
     >>> shortened("encoder_layer_3_attention_self_query", 20)
-    'encoder_la…elf_query'
+    'enco…tion_self_query'
     """
     if len(text) <= width:
         return text
-    return f"{text[: width // 2]}…{text[len(text) - (width - 1) // 2 :]}"
+    start = width // 5
+    return f"{text[:start]}…{text[len(text) - (width - start - 1) :]}"
 
 
 def _width(node: DrawnNode) -> float:
