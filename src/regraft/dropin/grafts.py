@@ -83,7 +83,7 @@ class Grafts:
         return self.stale
 
     def watch(self, model: nn.Module) -> Watch:
-        """The memory of what was captured, made when it is first asked for.
+        """The memory of what was captured, made where there is none.
 
         Args:
             model: The drop-in.
@@ -101,6 +101,7 @@ class Grafts:
         """
         if self.check(model) is None:
             self._watch = None
+            self.watch(model)
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy makes its own memory, of its own modules
@@ -113,6 +114,8 @@ class Grafts:
         if self.check(model) is not None:
             return f"{self.stale} after it was optimized; optimize it again"
         watch = self.watch(model)
+        if watch.configured:
+            return "its config is not what it was when it was optimized"
         if watch.training:
             return "it is in training mode; call .eval() for inference"
         if watch.hooked:

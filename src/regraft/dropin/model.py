@@ -25,6 +25,7 @@ def make_dropin(model: nn.Module, grafts: Grafts) -> nn.Module:
     if own is not None:
         model.__dict__["_regraft_forward"] = own
     model.__class__ = dropin_class(type(model))
+    grafts.watch(model)
     return model
 
 
@@ -86,6 +87,10 @@ def _make_class(base: type[nn.Module]) -> type[nn.Module]:
         self._regraft.check(self)
         return result
 
+    def setstate(self: Any, state: dict[str, Any]) -> None:
+        base.__setstate__(self, state)
+        self._regraft.watch(self)  # from its first moment on
+
     def reduce(self: Any, protocol: Any) -> Any:
         del protocol
         return _blank, (base,), self.__getstate__()
@@ -99,6 +104,7 @@ def _make_class(base: type[nn.Module]) -> type[nn.Module]:
         "load_state_dict": functools.wraps(base.load_state_dict)(load_state_dict),
         "_apply": apply,
         "__reduce_ex__": reduce,
+        "__setstate__": setstate,
     }
     make_class: Any = type(base)  # whatever metaclass the model's class has
     cls: type[nn.Module] = make_class(base.__name__, (base,), namespace)

@@ -17,6 +17,18 @@ _dtype = attrgetter("dtype")
 _trainable = attrgetter("requires_grad")
 
 
+#: what saving, a pipeline or a loss writes into the config of a transformers model, and no forward computes with
+_BOOKKEEPING = ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "_commit_hash")
+_BOOKKEEPING += ("task_specific_params", "id2label", "label2id", "problem_type")
+
+
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    settings = dict(config)
+    for name in _BOOKKEEPING:
+        settings.pop(name, None)
+    return settings
+
+
 class Watch:
     """Remembers the modules, weights, hooks and settings of a model.
 
@@ -42,8 +54,9 @@ class Watch:
         self._versions = sum(map(_version, self._read))
         self._plain = [t for t in self._read if type(t) in (Tensor, nn.Parameter)]
         self._pointers = list(map(Tensor.data_ptr, self._plain))
-        self._config = getattr(model, "config", None) if hasattr(getattr(model, "config", None), "__dict__") else None
-        self._settings = copy.deepcopy(vars(self._config)) if self._config is not None else None
+        config = getattr(model, "config", None)
+        self._config: dict[str, Any] = vars(config) if hasattr(config, "__dict__") else {}
+        self._settings = copy.deepcopy(_settings(self._config))
 
     @property
     def trainable(self) -> bool:
@@ -65,9 +78,12 @@ class Watch:
             return "weights of it were given another type"
         if list(map(Tensor.data_ptr, self._plain)) != self._pointers:
             return "weights were given other memory that its graph holds in another form"
-        if self._config is not None and vars(self._config) != self._settings:
-            return "its config was changed"
         return None
+
+    @property
+    def configured(self) -> bool:
+        """Whether the config of the model, where it has one, says something else now."""
+        return _settings(self._config) != self._settings
 
     @property
     def hooked(self) -> bool:

@@ -225,8 +225,7 @@ class _Work:
             return saving.exported(self.graphs[0].gm, self.graphs[0].inputs)
         if subject.twin is None or subject.reader is None:
             return self.graphs[0].gm
-        subject.twin.__dict__["_regraft"] = Grafts(subject.reader, list(self.entries.values()))
-        return subject.twin
+        return make_dropin(subject.twin, Grafts(subject.reader, list(self.entries.values())))
 
 
 def _worst(found: Verification) -> str:

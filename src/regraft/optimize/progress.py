@@ -54,8 +54,10 @@ class Progress:
             return
         show = _rich_bar() or _PlainBar()
         start = time.monotonic() - self._delay
-        while not self._stop.wait(0.1):
+        over = False
+        while not over:
             show.update(self.done, max(self.total, self.done + 1), self.text, time.monotonic() - start)
+            over = self._stop.wait(0.1)
         show.close()
 
 

@@ -143,7 +143,7 @@ class Optimized:
                 for graph in self.graphs
             ],
             "steps": [step.to_dict() for step in self.steps],
-            "verification": self.verification and self.verification.to_dict(),
+            "verification": None if self.verification is None else self.verification.to_dict(),
             "notes": list(self.notes),
         }
 

@@ -187,7 +187,7 @@ def _made(model: nn.Module, reader: Reader) -> dict[str, Any]:
         listed = ", ".join(reader.names)
         raise TypeError(
             f"optimize needs an example call of {type(model).__name__}, which takes {listed}: "
-            f"regraft.optimize(model, ({listed},))"
+            f"regraft.optimize(model, ({listed}{',' * (len(reader.names) == 1)}))"
         )
     return {}
 

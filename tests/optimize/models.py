@@ -1,0 +1,61 @@
+"""Models small enough to capture in a second, with weights that hide nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class Heads(nn.Module):
+    """Two projections of one input behind a convolution and a norm: something for each of the usual rewrites."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.norm(self.conv(x)).relu().flatten(2).transpose(1, 2)
+        q, k = self.q(y), self.k(y)
+        return (q, k) if scale is None else (q * scale, k)
+
+
+def heads() -> Heads:
+    torch.manual_seed(0)
+    model = Heads()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                tensor.uniform_(0.2, 1.0)
+    return model.eval()
+
+
+def image(batch: int = 2) -> torch.Tensor:
+    return torch.randn(batch, 3, 6, 6, generator=torch.Generator().manual_seed(batch))
+
+
+def ids(batch: int = 2, length: int = 7) -> torch.Tensor:
+    return torch.randint(3, 64, (batch, length), generator=torch.Generator().manual_seed(length))
+
+
+_SPECIAL = {"vocab_size": 64, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return BertForSequenceClassification(BertConfig(**_SPECIAL, **sizes, max_position_embeddings=32)).eval()
+
+
+def decoder(kind: str) -> nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    if kind == "GPT2":
+        config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=64, **_SPECIAL)
+        return transformers.GPT2LMHeadModel(config).eval()
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "max_position_embeddings": 64}
+    config = getattr(transformers, f"{kind}Config")(**_SPECIAL, **sizes, num_attention_heads=2, num_key_value_heads=1)
+    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()

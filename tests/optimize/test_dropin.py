@@ -1,0 +1,378 @@
+"""A drop-in is called as the original is, runs its graph where that holds, and is never wrong."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from models import bert, heads, ids, image
+from torch import nn
+
+import regraft as rg
+from regraft.dropin import grafts_of
+from regraft.optimize import Optimized, optimize
+
+EXACT = [rg.FoldBatchNorm(), rg.MergeLinears()]
+
+
+def close(left: object, right: object, tolerance: float = 1e-4) -> bool:
+    pairs = zip(torch.utils._pytree.tree_leaves(left), torch.utils._pytree.tree_leaves(right), strict=True)
+    return all(torch.allclose(a, b, atol=tolerance, rtol=tolerance) for a, b in pairs)
+
+
+def calls(model: nn.Module) -> int:
+    grafts = grafts_of(model)
+    return sum(grafts.calls.values()) if grafts else 0
+
+
+def optimized() -> tuple[nn.Module, Optimized]:
+    model = heads()
+    return model, optimize(model, (image(),), transformations=EXACT, keep="all", seconds=0.01, verify=False)
+
+
+@pytest.fixture
+def pair() -> tuple[nn.Module, nn.Module]:
+    model, result = optimized()
+    assert all(step.kept for step in result.steps)
+    return model, result.model
+
+
+@pytest.fixture(scope="module")
+def berts() -> tuple[nn.Module, nn.Module]:
+    model = bert()
+    inputs = {"input_ids": ids(), "attention_mask": torch.ones_like(ids())}
+    result = optimize(model, kwargs=inputs, transformations="MergeLinears", keep="all", seconds=0.01, verify=False)
+    return model, result.model
+
+
+def check(model: nn.Module, dropin: nn.Module, graph: bool, *args: torch.Tensor, **kwargs: torch.Tensor) -> None:
+    """The same result, and by the graph or not."""
+    before = calls(dropin)
+    with torch.no_grad():
+        assert close(dropin(*args, **kwargs), model(*args, **kwargs))
+    assert (calls(dropin) > before) == graph
+
+
+def test_any_batch_and_size_by_position_and_by_name(pair) -> None:
+    model, dropin = pair
+    check(model, dropin, True, image())
+    check(model, dropin, True, image(5))
+    check(model, dropin, True, x=image(1))
+    check(model, dropin, True, image(3), None)
+    check(model, dropin, True, torch.randn(2, 3, 9, 4))
+
+
+def test_the_class_and_the_signature_are_the_originals(pair) -> None:
+    import inspect
+
+    model, dropin = pair
+    assert isinstance(dropin, type(model))
+    assert type(dropin).__name__ == type(model).__name__
+    assert inspect.signature(dropin.forward) == inspect.signature(model.forward)
+    assert list(dropin.state_dict()) == list(model.state_dict())
+    assert type(model).__dict__.get("_regraft") is None
+
+
+def test_weights_are_shared_and_the_originals_untouched(pair) -> None:
+    model, dropin = pair
+    mine = dict(dropin.named_parameters())
+    assert all(mine[name].data_ptr() == p.data_ptr() and mine[name] is not p for name, p in model.named_parameters())
+    before = copy.deepcopy(model.state_dict())
+    dropin.half().requires_grad_(False)
+    dropin.q = nn.Linear(8, 8)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.dtype is torch.float32 and p.requires_grad for p in model.parameters())
+
+
+def test_a_call_that_was_not_captured_runs_the_original_and_says_so_once(pair, caplog) -> None:
+    model, dropin = pair
+    with caplog.at_level(logging.INFO, "regraft"):
+        check(model, dropin, False, image(), torch.tensor(2.0))
+        check(model, dropin, False, image(), torch.tensor(3.0))
+    assert len([r for r in caplog.records if "the original's own forward runs" in r.message]) == 1
+    with caplog.at_level(logging.INFO, "regraft"):
+        check(model.double(), dropin.double(), False, image().double())
+
+
+def test_a_wrong_call_gets_the_originals_own_error(pair) -> None:
+    model, dropin = pair
+    for args in ((), (image()[:, :2],), (image(), None, 3)):
+        with pytest.raises(Exception) as expected:
+            model(*args)
+        with pytest.raises(type(expected.value)) as raised:
+            dropin(*args)
+        assert str(raised.value) == str(expected.value)
+
+
+def test_training_mode_runs_the_original(pair) -> None:
+    model, dropin = pair
+    dropin.train()
+    check(copy.deepcopy(model).train(), dropin, False, image())
+    dropin.eval()
+
+
+def test_a_part_in_training_mode_runs_the_original(pair) -> None:
+    _, dropin = pair
+    dropin.norm.train()
+    twin = copy.deepcopy(dropin)
+    dropin(image())
+    assert calls(dropin) == 0
+    assert twin.norm.training
+
+
+def test_gradients_are_the_originals(pair, caplog) -> None:
+    model, dropin = pair
+    for each in (model, dropin):
+        sum(part.sum() for part in each(image())).backward()
+    assert all(close(a.grad, b.grad) for a, b in zip(model.parameters(), dropin.parameters(), strict=True))
+    assert calls(dropin) == 0
+    assert "no_grad" in caplog.text
+
+
+def test_gradients_of_the_input_alone(pair) -> None:
+    model, dropin = pair
+    inputs = [image().requires_grad_() for _ in range(2)]
+    for each, x in zip((model.requires_grad_(False), dropin.requires_grad_(False)), inputs, strict=True):
+        each(x)[0].sum().backward()
+    assert close(inputs[0].grad, inputs[1].grad)
+    before = calls(dropin)
+    dropin(image())
+    assert calls(dropin) == before + 1
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "a weight written to": lambda m: m.q.weight.mul_(2),
+    "a weight replaced": lambda m: setattr(m.k, "weight", nn.Parameter(torch.ones(4, 8))),
+    "a weight's memory replaced": lambda m: setattr(m.k.weight, "data", torch.ones(4, 8)),
+    "a layer replaced": lambda m: setattr(m, "q", m.k),
+    "statistics written to": lambda m: m.norm.running_mean.fill_(0.5),
+    "loaded": lambda m: m.load_state_dict({k: v * 1.5 for k, v in m.state_dict().items()}),
+    "converted there and back": lambda m: m.half().float(),
+    "a hook": lambda m: m.q.register_forward_hook(lambda module, args, result: result + 1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_changed_model_computes_what_it_now_is(change) -> None:
+    model, result = optimized()
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        change(model)
+        change(result.model)
+    check(model, result.model, False, image())
+
+
+def test_a_hook_on_the_whole_runs_with_the_graph(pair) -> None:
+    _, dropin = pair
+    seen = []
+    dropin.register_forward_hook(lambda module, args, result: seen.append(result))
+    with torch.no_grad():
+        dropin(image())
+    assert len(seen) == calls(dropin) == 1
+
+
+def test_functional_call_uses_the_weights_it_is_given(pair) -> None:
+    model, dropin = pair
+    weights = {name: value * 2 for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        expected = torch.func.functional_call(model, weights, (image(),))
+        assert close(torch.func.functional_call(dropin, weights, (image(),)), expected)
+    check(model, dropin, False, image())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_to_a_dtype(dtype: torch.dtype) -> None:
+    model, result = optimized()
+    model, dropin = copy.deepcopy(model).to(dtype), result.model.to(dtype)
+    assert {p.dtype for p in dropin.parameters()} == {dtype}
+    with torch.no_grad():
+        assert close(dropin(image().to(dtype)), model(image().to(dtype)), 1e-1)
+
+
+def test_to_the_same_device_keeps_the_graph(pair) -> None:
+    model, dropin = pair
+    check(model, dropin.to("cpu").float().eval(), True, image())
+
+
+def test_to_another_device() -> None:
+    _, result = optimized()
+    dropin = result.model.to("meta")
+    assert dropin(image().to("meta"))[0].is_meta
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+def test_copies_run_their_graphs_and_are_their_own(pair, way: str) -> None:
+    model, dropin = pair
+    if way == "torch.save":
+        buffer = io.BytesIO()
+        torch.save(dropin, buffer)
+        buffer.seek(0)
+        other = torch.load(buffer, weights_only=False)
+    else:
+        other = copy.deepcopy(dropin) if way == "deepcopy" else pickle.loads(pickle.dumps(dropin))
+    check(model, other, True, image())
+    with torch.no_grad():
+        other.q.weight.zero_()
+    check(model, dropin, True, image())
+    with torch.no_grad():
+        assert close(other(image())[0], other.q.bias.expand(2, 36, 8))
+
+
+def test_a_copy_of_a_changed_model_knows_it(pair) -> None:
+    _, dropin = pair
+    with torch.no_grad():
+        dropin(image())
+        dropin.q.weight.zero_()
+        assert close(copy.deepcopy(dropin)(image())[0], dropin.q.bias.expand(2, 36, 8))
+
+
+def test_in_threads(pair) -> None:
+    model, dropin = pair
+    wrong = []
+
+    def work(batch: int) -> None:
+        with torch.no_grad():
+            for _ in range(5):
+                if not close(dropin(image(batch)), model(image(batch))):
+                    wrong.append(batch)
+
+    threads = [threading.Thread(target=work, args=(batch,)) for batch in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert grafts_of(dropin).stale is None
+
+
+def test_compiled_in_one_graph(pair) -> None:
+    model, dropin = pair
+    ops = []
+
+    def backend(gm, inputs):
+        ops.extend(str(node.target) for node in gm.graph.nodes if node.op == "call_function")
+        return gm.forward
+
+    compiled = torch.compile(dropin, fullgraph=True, backend=backend)
+    with torch.no_grad():
+        assert close(compiled(image()), model(image()))
+        assert close(compiled(image(4)), model(image(4)))
+    assert not any("batch_norm" in op for op in ops), "the rewritten graph is what was compiled"
+
+
+def test_compiled_with_gradients(pair) -> None:
+    model, dropin = pair
+    compiled = torch.compile(dropin, fullgraph=True, backend="eager")
+    for each in (model, compiled):
+        sum(part.sum() for part in each(image())).backward()
+    assert all(close(a.grad, b.grad) for a, b in zip(model.parameters(), dropin.parameters(), strict=True))
+
+
+def test_exported(pair) -> None:
+    model, dropin = pair
+    batch = torch.export.Dim("batch", min=2)
+    program = torch.export.export(dropin, (image(),), dynamic_shapes={"x": {0: batch}})
+    with torch.no_grad():
+        assert close(program.module()(image(5)), model(image(5)))
+    names = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert not any("batch_norm" in name for name in names)
+    assert sum("linear" in name for name in names) == 1
+
+
+def test_exported_to_onnx(pair) -> None:
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    model, dropin = pair
+    program = torch.onnx.export(dropin, (image(),), dynamo=True, verbose=False)
+    buffer = io.BytesIO()
+    program.save(buffer)
+    session = runtime.InferenceSession(buffer.getvalue(), providers=["CPUExecutionProvider"])
+    found = session.run(None, {session.get_inputs()[0].name: image().numpy()})
+    with torch.no_grad():
+        assert close([torch.from_numpy(part) for part in found], list(model(image())))
+
+
+def test_quantized_by_torchao(pair) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model, dropin = pair
+    quantized = copy.deepcopy(model)
+    for each in (quantized, dropin):
+        quantization.quantize_(each, quantization.Int8WeightOnlyConfig())
+    assert type(dropin.q.weight) is type(quantized.q.weight) is not nn.Parameter
+    with torch.no_grad():
+        assert close(dropin(image()), quantized(image()))
+        assert not close(dropin(image()), model(image()), 1e-7)
+
+
+def test_optimizing_what_torchao_has_quantized() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = heads()
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    result = optimize(model, (image(),), transformations=EXACT, keep="all", seconds=0.01)
+    with torch.no_grad():
+        assert close(result.model(image()), model(image()))
+
+
+def test_a_pretrained_model_is_still_one(berts, tmp_path) -> None:
+    from transformers import AutoModelForSequenceClassification, BertForSequenceClassification, PreTrainedModel
+
+    model, dropin = berts
+    assert isinstance(dropin, BertForSequenceClassification)
+    assert isinstance(dropin, PreTrainedModel)
+    assert dropin.config.to_dict() == model.config.to_dict()
+    assert (dropin.device, dropin.dtype) == (model.device, model.dtype)
+    assert list(dropin.state_dict()) == list(model.state_dict())
+    dropin.save_pretrained(tmp_path)
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in model.state_dict().items())
+    assert type(loaded) is BertForSequenceClassification
+
+
+def test_a_pretrained_model_by_every_way_of_calling_it(berts) -> None:
+    model, dropin = berts
+    mask = torch.ones(3, 5, dtype=torch.long)
+    mask[0, 3:] = 0
+    check(model, dropin, True, input_ids=ids(3, 5), attention_mask=mask)
+    check(model, dropin, True, ids(1, 9), torch.ones(1, 9, dtype=torch.long))
+    check(model, dropin, True, input_ids=ids(3, 5), attention_mask=mask, output_attentions=False)
+    check(model, dropin, True, input_ids=ids(3, 5), attention_mask=mask, return_dict=True)
+    check(model, dropin, False, input_ids=ids(3, 5))
+    check(model, dropin, False, input_ids=ids(3, 5), attention_mask=mask, output_hidden_states=True)
+    check(model, dropin, False, input_ids=ids(3, 5), attention_mask=mask, return_dict=False)
+    check(model, dropin, False, input_ids=ids(3, 5), attention_mask=mask[:, None, None].float())
+    check(model, dropin, False, input_ids=ids(3, 5).int(), attention_mask=mask)
+    check(model, dropin, False, input_ids=ids(3, 5), attention_mask=mask, labels=torch.tensor([0, 1, 0]))
+
+
+def test_a_changed_config_runs_the_original(berts) -> None:
+    model, dropin = copy.deepcopy(berts[0]), copy.deepcopy(berts[1])
+    inputs = {"input_ids": ids(), "attention_mask": torch.ones_like(ids())}
+    check(model, dropin, True, **inputs)
+    for each in (model, dropin):
+        each.config.output_hidden_states = True
+    with torch.no_grad():
+        assert dropin(**inputs).hidden_states is not None
+    check(model, dropin, False, **inputs)
+
+
+def test_in_a_pipeline(berts) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    model, dropin = berts
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(64)} | {"[UNK]": 3}, "[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0")
+    results = []
+    for each in (model, dropin):
+        tokenizer.model_input_names = ["input_ids", "attention_mask"]
+        run = transformers.pipeline("text-classification", model=each, tokenizer=tokenizer, device="cpu")
+        results.append(run(["w5 w6 w7", "w9"], batch_size=2))
+    assert [r["label"] for r in results[0]] == [r["label"] for r in results[1]]
+    assert all(abs(a["score"] - b["score"]) < 1e-5 for a, b in zip(*results, strict=True))
+    assert calls(dropin) > 0

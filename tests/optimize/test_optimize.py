@@ -1,0 +1,276 @@
+"""`optimize`: what it takes, what it gives back, what it keeps, and what it says."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import operator
+import sys
+import time
+
+import pytest
+import torch
+from models import bert, heads, ids, image
+from torch import nn
+
+import regraft as rg
+from regraft.dropin import grafts_of
+from regraft.optimize import optimize, steps
+from regraft.optimize import optimize as run
+from regraft.optimize.presets import PRESETS, resolve
+from regraft.optimize.progress import Progress
+from regraft.verify import Comparison
+
+QUICK = {"seconds": 0.01}
+ALL = {"keep": "all", **QUICK}
+
+
+def compared(ratio: float, low: float, high: float) -> Comparison:
+    return Comparison(1.0, ratio, ratio, low, high, (ratio,) * 10, 1)
+
+
+def times(monkeypatch, *found: Comparison) -> None:
+    """Let the measurements come out like this, one after the other."""
+    left = iter(found)
+    for module in (steps, sys.modules["regraft.optimize.optimize"]):
+        monkeypatch.setattr(module, "compare_speed", lambda *programs, **clock: next(left))
+
+
+FASTER, SLOWER, SAME = compared(0.8, 0.7, 0.9), compared(1.2, 1.1, 1.3), compared(1.0, 0.9, 1.1)
+
+
+def equal(left: object, right: object, tolerance: float = 1e-5) -> bool:
+    return all(torch.allclose(a, b, atol=tolerance, rtol=tolerance) for a, b in zip(left, right, strict=True))
+
+
+def test_everything_in_one_call() -> None:
+    model = heads()
+    before = copy.deepcopy(model.state_dict())
+    result = run(model, (image(),), transformations=[rg.FoldBatchNorm(), "MergeLinears"], **ALL)
+    assert isinstance(result.model, type(model))
+    assert result.model is not model
+    assert result.verification.ok
+    assert result.benchmark.pairs >= 10
+    assert [(s.transformation, s.applied, s.kept) for s in result.steps] == [
+        ("FoldBatchNorm()", 1, True),
+        ("MergeLinears()", 1, True),
+    ]
+    with torch.no_grad():
+        assert equal(result.model(image(5)), model(image(5)))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_what_pays_is_kept_and_what_does_not_is_taken_back(monkeypatch) -> None:
+    times(monkeypatch, FASTER, SLOWER, FASTER)
+    result = run(heads(), (image(),), transformations=[rg.FoldBatchNorm(), rg.MergeLinears()])
+    assert [step.kept for step in result.steps] == [True, False]
+    assert "faster" in result.steps[0].reason
+    assert "taken back, slower" in result.steps[1].reason
+    assert [step.transformation for step in rg.history(result.graph_module)] == ["FoldBatchNorm"]
+    assert grafts_of(result.model) is not None
+
+
+def test_no_difference_does_not_pay(monkeypatch) -> None:
+    times(monkeypatch, FASTER, SAME, FASTER)
+    result = run(heads(), (image(),), transformations=[rg.FoldBatchNorm(), rg.MergeLinears()])
+    assert [step.kept for step in result.steps] == [True, False]
+
+
+@pytest.mark.parametrize("final", [SLOWER, SAME])
+def test_a_model_that_gets_no_faster_is_kept(monkeypatch, final: Comparison) -> None:
+    model = heads()
+    times(monkeypatch, SLOWER, SLOWER, final)
+    result = run(model, (image(),), transformations=[rg.FoldBatchNorm(), rg.MergeLinears()])
+    assert result.model is model
+    assert "the original is kept" in str(result)
+    assert not result.graphs[0].used
+
+
+def test_slower_in_the_whole_is_not_kept_either(monkeypatch) -> None:
+    model = heads()
+    times(monkeypatch, FASTER, FASTER, SLOWER)
+    assert run(model, (image(),), transformations=[rg.FoldBatchNorm(), rg.MergeLinears()]).model is model
+
+
+class ChangeMulToAdd(rg.Transformation):
+    """Wrong on purpose."""
+
+    preserves_computation = True
+
+    def transform(self, graph_module):
+        for node in graph_module.graph.nodes:
+            if node.op == "call_function" and node.target in (operator.mul, torch.relu, torch.nn.functional.relu):
+                node.target = torch.tanh
+        return graph_module
+
+
+def test_what_is_wrong_is_taken_back() -> None:
+    model = heads()
+    result = run(model, (image(),), transformations=[rg.FoldBatchNorm(), ChangeMulToAdd(), rg.MergeLinears()], **ALL)
+    assert [step.kept for step in result.steps] == [True, False, False]
+    assert "taken back, on the sample output" in result.steps[1].reason
+    assert result.verification.ok
+    with torch.no_grad():
+        assert equal(result.model(image()), model(image()))
+
+
+def test_unverified_it_is_the_callers_risk() -> None:
+    result = run(heads(), (image(),), transformations=ChangeMulToAdd(), verify=False, **ALL)
+    assert result.verification is None
+    assert result.steps[0].kept
+
+
+class Approximate(ChangeMulToAdd):
+    preserves_computation = False
+
+    def transform(self, graph_module):
+        for node in graph_module.graph.nodes:
+            if node.op == "call_module" and node.target == "q":
+                node.target = "q"
+        return super().transform(graph_module)
+
+
+def test_what_claims_no_exactness_is_held_to_a_loose_bound() -> None:
+    result = run(heads(), (image(),), transformations=[Approximate()], **ALL)
+    assert not result.steps[0].kept, "off by far too much even for that"
+
+
+def test_a_graph_module_comes_back_as_one() -> None:
+    model = heads()
+    gm = rg.trace(model, (image(),), dynamic_shapes="auto")
+    code = gm.code
+    result = run(gm, (image(),), transformations="FoldBatchNorm", **ALL)
+    assert isinstance(result.model, torch.fx.GraphModule)
+    assert result.model is result.graph_module
+    assert gm.code == code
+    assert not rg.history(gm)
+    with torch.no_grad():
+        assert equal(result.model(image(4)), model(image(4)))
+
+
+def test_an_exported_program_comes_back_as_one() -> None:
+    model = heads()
+    program = torch.export.export(model, (image(),), dynamic_shapes={"x": {0: torch.export.Dim("batch", min=2)}})
+    result = run(program, (image(),), transformations="FoldBatchNorm", **ALL)
+    assert isinstance(result.model, torch.export.ExportedProgram)
+    assert result.steps[0].applied == 1
+    with torch.no_grad():
+        assert equal(result.model.module()(image(4)), model(image(4)))
+    assert isinstance(result.undo().model, torch.export.ExportedProgram)
+
+
+def test_undo() -> None:
+    model = heads()
+    result = run(model, (image(),), transformations=[rg.FoldBatchNorm(), rg.MergeLinears()], **ALL)
+    captured = rg.trace(model, (image(),), dynamic_shapes="auto").code
+    assert result.graph_module.code != captured
+    assert result.undo("FoldBatchNorm") is result
+    assert [step.kept for step in result.steps] == [False, True]
+    result.undo()
+    assert result.graph_module.code == captured
+    with torch.no_grad():
+        assert all(map(torch.equal, result.model(image()), model(image())))
+    assert grafts_of(result.model).calls["forward"] > 0
+    with pytest.raises(ValueError, match="no step 'MergeLinears' stands"):
+        result.undo("MergeLinears")
+
+
+@pytest.mark.parametrize("kind", ["module", "pretrained"])
+def test_saved_and_loaded(tmp_path, kind: str) -> None:
+    model = heads() if kind == "module" else bert()
+    inputs = (image(),) if kind == "module" else (ids(), torch.ones_like(ids()))
+    other = (image(5),) if kind == "module" else (ids(5, 4), torch.ones_like(ids(5, 4)))
+    result = run(model, inputs, transformations="exact", verify=False, **ALL)
+    path = result.save(tmp_path / "model.pt2")
+    program = torch.export.load(path)
+    loaded = rg.load(path)
+    names = ["x"] if kind == "module" else ["input_ids", "attention_mask"]
+    with torch.no_grad():
+        expected = torch.utils._pytree.tree_leaves(model(*other))
+        for found in (program.module()(**dict(zip(names, other))), loaded(**dict(zip(names, other)))):
+            assert equal(torch.utils._pytree.tree_leaves(found), expected)
+    with pytest.raises(FileNotFoundError, match=r"result\.save"):
+        rg.load(tmp_path / "nothing.pt2")
+
+
+def test_how_it_is_shown() -> None:
+    result = run(heads(), (image(),), transformations=[rg.FoldBatchNorm(), rg.FuseBiasInLinear()], **ALL)
+    text = str(result)
+    assert "FoldBatchNorm()" in text
+    assert "verified on" in text
+    assert all(len(line) < 300 for line in text.splitlines())
+    assert result._repr_html_().count("<tr>") == 3
+    plain = json.loads(result.to_json())
+    assert plain["steps"][0]["sites"][0]["site"]
+    assert plain["verification"]["ok"] is True
+    assert plain["graphs"][0]["name"] == "forward"
+
+
+def test_a_transformers_model_needs_no_example() -> None:
+    result = run(bert(), transformations="MergeLinears", **ALL)
+    assert result.verification.ok
+    assert result.steps[0].applied == 1
+
+
+def test_training_mode_is_noted() -> None:
+    model = heads().train()
+    result = run(model, (image(),), transformations="FoldBatchNorm", **ALL)
+    assert model.training
+    assert not result.model.training
+    assert "training mode" in str(result)
+    with torch.no_grad():
+        assert equal(result.model(image()), copy.deepcopy(model).eval()(image()))
+
+
+def test_presets_name_what_there_is() -> None:
+    for name in PRESETS:
+        assert resolve(name), name
+    assert [type(t).__name__ for t in resolve(["exact", rg.MergeLinears()])][-1] == "MergeLinears"
+    assert resolve([]) == ()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: run(3), TypeError, "optimize takes a torch.nn.Module"),
+        (lambda: run(heads(), image()), TypeError, r"args is a Tensor, but takes a tuple: regraft.optimize"),
+        (lambda: run(heads(), {"x": image()}), TypeError, r"regraft.optimize\(model, kwargs=inputs\)"),
+        (lambda: run(heads()), TypeError, r"regraft.optimize\(model, \(x, scale\)\)"),
+        (lambda: run(heads(), (image(),), keep="some"), ValueError, "keep='some'"),
+        (lambda: run(heads(), (image(),), engine="tvm"), ValueError, "engine='tvm', but takes one of 'torch'"),
+        (lambda: run(heads(), (image(),), seconds=0), ValueError, "seconds=0"),
+        (lambda: run(heads(), (image(),), transformations="quick"), ValueError, "no preset .exact"),
+        (lambda: run(heads(), (image(),), transformations=rg.MergeLinears), TypeError, r"MergeLinears\(\)"),
+        (lambda: run(heads(), (image(),), transformations=[3]), TypeError, "transformations is a int"),
+    ],
+)
+def test_a_wrong_argument_is_named(call, error, message) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_the_bar_is_for_terminals_and_for_what_takes_long(monkeypatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    def written(stream: io.StringIO, delay: float) -> str:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with Progress(3, delay=delay) as progress:
+            progress.next("one")
+            time.sleep(0.3)
+        return stream.getvalue()
+
+    assert "one" in written(Terminal(), 0.0)
+    assert written(Terminal(), 10.0) == ""
+    assert written(io.StringIO(), 0.0) == ""
+
+
+def test_what_cannot_be_copied_is_said() -> None:
+    class Stubborn(nn.Linear):
+        def __deepcopy__(self, memo):
+            raise RuntimeError("no copies")
+
+    with pytest.raises(TypeError, match=r"cannot be copied \(no copies\).*regraft.optimize\(regraft.trace"):
+        optimize(Stubborn(2, 2).eval(), (torch.ones(1, 2),))
