@@ -72,8 +72,8 @@ def assert_round_trip(
         _verified(reference, result, args, kwargs)
     after, known, objects = picture(result), history(result), result is gm
     if idempotent:
-        twice = transformation(result)
         once = picture(result, objects)
+        twice = transformation(result)
         assert_same_picture(once, picture(twice, objects), "a second application changed what the first had left")
         _undone(twice, len(known))
         assert_same_picture(once, picture(twice, objects), "the second application, taken back, is not the first alone")

@@ -1,0 +1,132 @@
+"""The test kit must see what it is there to see: each test breaks a rule in one way."""
+
+from __future__ import annotations
+
+import operator
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import regraft as rg
+from regraft.core.vocabulary import DIVIDE
+from regraft.testing import assert_refused, assert_round_trip, fuzz
+
+X = torch.randn(3, 4)
+
+
+class Divided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.linear(x) / 4
+
+
+class TimesTheDivisor(rg.Rewrite):
+    """Wrong: it multiplies by the divisor itself."""
+
+    preserves_computation = True
+    pattern = rg.Calls(DIVIDE)
+
+    def rewrite(self, match, edit, facts):
+        call = match.call
+        rg.require(rg.that(isinstance(call["other"], float), f"{call.where} does not divide by a float"))
+
+        edit.replace(call.node, operator.mul, call.input, call["other"])
+        return "wrong"
+
+
+class WritesTheModel(rg.Transformation):
+    def transform(self, graph_module):
+        with torch.no_grad():
+            graph_module.get_submodule("linear").bias.add_(1)
+        return graph_module
+
+
+class DrawsNumbers(rg.Transformation):
+    def transform(self, graph_module):
+        torch.rand(1)
+        return graph_module
+
+
+class Grows(rg.Transformation):
+    """Not idempotent: one more node each time."""
+
+    def transform(self, graph_module):
+        output = next(node for node in graph_module.graph.nodes if node.op == "output")
+        output.args = (+output.args[0],)
+        return graph_module
+
+
+def test_a_rule_that_obeys_every_law() -> None:
+    report = assert_round_trip(rg.ChangeTrueDivToMulByInverse(), Divided().eval(), (X,))
+    assert report.applied == 1
+    assert assert_round_trip(rg.FuseBiasInLinear(), Divided().eval(), kwargs={"x": X}).applied == 1
+
+
+@pytest.mark.parametrize(
+    ("transformation", "law"),
+    [
+        (WritesTheModel(), "a second application changed"),
+        (DrawsNumbers(), "the random state of torch has moved"),
+        (Grows(), "a second application changed"),
+    ],
+)
+def test_the_law_that_does_not_hold_is_named(transformation: rg.Transformation, law: str) -> None:
+    with pytest.raises(AssertionError, match=law):
+        assert_round_trip(transformation, Divided().eval(), (X,))
+
+
+def test_what_grows_may_say_so() -> None:
+    assert_round_trip(Grows(), Divided().eval(), (X,), idempotent=False)
+
+
+def test_a_wrong_result_is_seen() -> None:
+    class Half(nn.Module):
+        def forward(self, x):
+            return x / 4.0
+
+    with pytest.raises(AssertionError, match="does not compute what the model does"):
+        assert_round_trip(TimesTheDivisor(), Half(), (X,))
+
+
+def test_assert_refused() -> None:
+    gm = rg.symbolic_trace(Divided().eval())
+    assert assert_refused(TimesTheDivisor(), gm, match="does not divide by a float").refused == 1
+    with pytest.raises(AssertionError, match="no sentence matches 'another'"):
+        assert_refused(TimesTheDivisor(), gm, match="another")
+    with pytest.raises(AssertionError, match="did not refuse"):
+        assert_refused(rg.ChangeTrueDivToMulByInverse(), gm, match="divisor")
+    with pytest.raises(AssertionError, match="found no candidate"):
+        assert_refused(rg.FoldBatchNorm(), gm, match="norm")
+    assert rg.history(gm) == ()
+
+
+def test_the_fuzzer_shrinks_a_wrong_rule_to_a_model_that_runs() -> None:
+    with pytest.raises(AssertionError) as caught:
+        fuzz(TimesTheDivisor(), examples=400)
+    message = str(caught.value)
+    assert "does not compute what the model does" in message
+    source = message[message.index("import torch") :]
+    forward = source[source.index("def forward") : source.index("model =")]
+    assert forward.count("\n        ") == 2, forward  # one division and the return
+    source = source.replace(f"from {__name__} import", "from test_kit import")
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, cwd=__file__.rpartition("/")[0], check=False
+    )
+    assert "does not compute what the model does" in done.stderr, done.stderr
+
+
+def test_the_same_seed_gives_the_same_models() -> None:
+    assert fuzz(rg.FuseBiasInLinear(), examples=10, seed=3) == fuzz(rg.FuseBiasInLinear(), examples=10, seed=3)
+
+
+def test_the_models_reach_the_rules() -> None:
+    for rule in (rg.MergeLinears(), rg.FuseBiasInLinear(), rg.FoldBatchNorm(), rg.ChangeTrueDivToMulByInverse()):
+        tally = fuzz(rule, examples=60, seed=1)
+        assert tally.applied >= 3, (rule, tally)
+        assert tally.refused >= 3, (rule, tally)
