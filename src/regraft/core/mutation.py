@@ -157,6 +157,7 @@ class Mutations:
         self.owner = owner
         self._parent: dict[Node, Node] = {}
         self._writes: dict[Node, list[Node]] = {}
+        self.heirs: set[Node] = set()
         written = [(node, targets) for node in owner.graph.nodes if (targets := writes(node, owner))]
         if not written:
             return
@@ -186,7 +187,8 @@ class Mutations:
             self._parent[self._root(node)] = self._root(value)
 
     def write(self, node: Node, value: Node) -> None:
-        """A rewrite has made `node` write into the memory of `value`."""
+        """A rewrite has made `node` write into the memory of `value`, which nobody reads after it: it is its heir."""
+        self.heirs.add(node)
         if not self._writes:
             self._unite_aliases()
         self._parent[self._root(node)] = self._root(value)

@@ -197,13 +197,24 @@ class Facts(Flow):
         training = call.module.training if call.module is not None else bool(call["training"])
         return f"{call.where} is in training mode; call .eval() on the model first" if training else None
 
-    def disposable(self, value: Node, last: Node) -> Answer:
-        """After `last` nobody reads the memory of `value`, which its node made: `last` may write into it."""
+    def disposable(self, value: Node, last: Node, gone: Sequence[Node] = ()) -> Answer:
+        """After `last` nobody reads the memory of `value`, which its node made: `last` may write into it.
+
+        Args:
+            value: The value whose memory is to be used again.
+            last: The node that would write into it.
+            gone: Nodes that the rewrite removes.
+        """
         owner = self.graphs[self._path_of[id(value.graph)]]
-        if value.op in ("placeholder", "get_attr") or may_alias(value, owner) or self.mutations(value).of(value):
+        mutations = self.mutations(value)
+        written = [node for node in mutations.of(value) if value < node and node not in gone and node is not last]
+        borrowed = may_alias(value, owner) and value not in mutations.heirs
+        if value.op in ("placeholder", "get_attr") or borrowed or written:
             return f"{value.name!r} may be the memory of another value"
         for user in value.users:
-            if user is not last and (last < user or user.op == "output" or may_alias(user, owner)):
+            if user in gone or user is last:
+                continue
+            if last < user or user.op == "output" or may_alias(user, owner):
                 return f"{value.name!r} is read by node {user.name!r} after node {last.name!r}"
         return None
 

@@ -1,0 +1,159 @@
+"""torch's private oneDNN and MKL operators: the one file that knows them.
+
+They are what Inductor's freezing calls, and have no public name. So `works` asks before the first use of each kind and
+dtype whether the operator is there and computes the right numbers; where it does not, the callers use plain torch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from regraft.transformations._activations import NONE, Activation
+
+LINEAR, MKL, CONV = "linear", "packed sgemm", "convolution"
+CONV_ADD, CONV_SUM = "convolution with addition", "convolution with addition in place"
+"""The kinds of operator."""
+
+_ORDINARY: tuple[type, ...] = (Tensor, nn.Parameter)
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+@cache
+def works(kind: str, dtype: torch.dtype, activation: Activation = NONE) -> bool:
+    """Whether this build and processor have the operator, and it agrees with plain torch on an example.
+
+    Which activations may follow which operator is not written down anywhere: it is tried too, and without a warning.
+    """
+    if dtype not in _TOLERANCE or not _has(kind, dtype):
+        return False
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            found, expected = _example(kind, dtype, activation)
+        agrees = bool((found.double() - expected).abs().max() <= _TOLERANCE[dtype] * expected.abs().max())
+        reason = "it disagrees with plain torch"
+    except (RuntimeError, AttributeError, TypeError, NotImplementedError) as error:
+        agrees, reason = False, str(error).partition("\n")[0]
+    if not agrees and activation is NONE:
+        warnings.warn(f"regraft does not use torch's {kind} operator in {dtype}: {reason}", stacklevel=2)
+    return agrees
+
+
+def usable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a call is one for these operators: ordinary tensors on the CPU, no gradient, nobody who traces."""
+    if torch.compiler.is_compiling() or type(x) not in _ORDINARY or type(weight) not in _ORDINARY:
+        return False
+    if not (x.is_cpu and weight.is_cpu) or x.dtype is not weight.dtype or x.layout is not torch.strided:
+        return False
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias) if t is not None):
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._is_any_autocast_enabled():
+        return False
+    return torch._C._get_tracing_state() is None and torch._C._functorch.peek_interpreter_stack() is None
+
+
+def pack_linear(weight: Tensor) -> Tensor:
+    """The weight in oneDNN's layout, which is one for any number of rows but one."""
+    return cast(Tensor, _op("mkldnn", "_reorder_linear_weight")(weight.detach().contiguous(), 128))
+
+
+def linear(x: Tensor, packed: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
+    """`activation(x weight^T + bias)`."""
+    arguments = (activation.name, list(activation.scalars), activation.algorithm)
+    return cast(Tensor, _op("mkldnn", "_linear_pointwise")(x, packed, bias, *arguments))
+
+
+def pack_sgemm(weight: Tensor, rows: int) -> Tensor:
+    """The float32 weight in MKL's layout, for inputs of `rows` rows and no others."""
+    return cast(Tensor, _op("mkl", "_mkl_reorder_linear_weight")(weight.detach().contiguous(), rows))
+
+
+def sgemm(x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+    """`x weight^T + bias`, with the weight packed for `rows` rows."""
+    return cast(Tensor, _op("mkl", "_mkl_linear")(x, packed, weight, bias, rows))
+
+
+def pack_conv(weight: Tensor, geometry: Sequence[Any], size: Sequence[int]) -> Tensor:
+    """The weight in the layout that oneDNN wants for inputs of this size; others are computed too, some slowly.
+
+    Args:
+        weight: (out, in / groups, height, width).
+        geometry: Padding, stride, dilation, groups.
+        size: (batch, in, height, width).
+    """
+    return cast(
+        Tensor, _op("mkldnn", "_reorder_convolution_weight")(weight.detach().contiguous(), *geometry, list(size))
+    )
+
+
+def layout(packed: Tensor) -> bytes:
+    """A packed weight's layout, to tell whether two are the same."""
+    return bytes(_op("mkldnn", "_get_mkldnn_serialized_md")(packed).tolist())
+
+
+def conv(x: Tensor, packed: Tensor, bias: Tensor | None, geometry: Sequence[Any], activation: Activation) -> Tensor:
+    """`activation(conv2d(x))`, channels last."""
+    arguments = (activation.name, list(activation.scalars), activation.algorithm)
+    return cast(Tensor, _op("mkldnn", "_convolution_pointwise")(x, packed, bias, *geometry, *arguments))
+
+
+def conv_add(
+    other: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None, geometry: Sequence[Any], activation: Activation
+) -> Tensor:
+    """`activation(conv2d(x) + other)`, where `other` is channels last."""
+    name = None if activation.name == "none" else activation.name
+    arguments = ("add", 1.0, name, list(activation.scalars), activation.algorithm)
+    return cast(
+        Tensor, _op("mkldnn", "_convolution_pointwise", "binary")(x, other, packed, bias, *geometry, *arguments)
+    )
+
+
+def conv_sum(
+    total: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None, geometry: Sequence[Any], activation: Activation
+) -> Tensor:
+    """`total = activation(conv2d(x) + total)`, in place, where `total` is channels last."""
+    name = None if activation.name == "none" else activation.name
+    arguments = ("add", 1.0, name, list(activation.scalars), activation.algorithm)
+    return cast(
+        Tensor, _op("mkldnn", "_convolution_pointwise_", "binary")(total, x, packed, bias, *geometry, *arguments)
+    )
+
+
+@cache
+def _op(namespace: str, name: str, overload: str = "default") -> Any:
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
+def _has(kind: str, dtype: torch.dtype) -> bool:
+    if kind == MKL:
+        return dtype is torch.float32 and torch.backends.mkl.is_available()
+    if not torch.backends.mkldnn.is_available() or not bool(torch._C._get_mkldnn_enabled()):
+        return False
+    halves = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    return dtype is torch.float32 or bool(getattr(torch.ops.mkldnn, halves[dtype], bool)())
+
+
+def _example(kind: str, dtype: torch.dtype, activation: Activation) -> tuple[Tensor, Tensor]:
+    """One small case by the operator, and in float64."""
+    if kind in (LINEAR, MKL):
+        x, weight, bias = (torch.randn(*size).to(dtype) for size in [(5, 19), (18, 19), (18,)])
+        expected = activation.plain(F.linear(x.double(), weight.double(), bias.double()))
+        if kind == MKL:
+            return sgemm(x, pack_sgemm(weight, 5), weight, bias, 5), expected
+        return linear(x, pack_linear(weight), bias, activation), expected
+    x, weight, bias, total = (torch.randn(*size).to(dtype) for size in [(2, 6, 9, 7), (8, 3, 3, 3), (8,), (2, 8, 5, 4)])
+    geometry = ([1, 1], [2, 2], [1, 1], 2)
+    packed = pack_conv(weight, geometry, x.shape)
+    expected = F.conv2d(x.double(), weight.double(), bias.double(), 2, 1, 1, 2)
+    if kind == CONV:
+        return conv(x, packed, bias, geometry, activation), activation.plain(expected)
+    expected = activation.plain(expected + total.double())
+    add = conv_add if kind == CONV_ADD else conv_sum
+    return add(total.to(memory_format=torch.channels_last), x, packed, bias, geometry, activation), expected

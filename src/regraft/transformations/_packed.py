@@ -1,0 +1,186 @@
+"""Layers whose weights are packed for the CPU at the first call: what `PrepackForCpu` puts in the place of plain ones.
+
+The plain weight stays the parameter. The packed copy is made when it is first needed, and again when the weight has
+changed; it is neither saved nor copied. Whatever the operators do not cover (gradients, autocast, tracing, other
+devices and dtypes) is computed by the plain layer. A change that goes behind torch's back, `weight.data[0] = 1`,
+is not seen: call `repack()` after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from regraft.core.edit import clone_module
+from regraft.transformations import _mkldnn as mkldnn
+from regraft.transformations._activations import NONE, Activation
+
+Layer = TypeVar("Layer", bound="Packed")
+
+FEW_ROWS = 4
+"""Up to so many rows a float32 product reads the weight once whatever its layout, and MKL's packed one is no faster."""
+PACKS = 2
+"""So many packed float32 copies of a weight are kept, each for one number of rows."""
+SIZES = 64
+"""So many input sizes of a convolution are remembered."""
+
+
+class Packed(nn.Module):
+    """A layer with a packed copy of its weight and an activation of its own."""
+
+    regraft_pure = True
+    inplace = False
+    activation: Activation
+
+    @classmethod
+    def of(cls: type[Layer], plain: nn.Module, activation: Activation = NONE, inplace: bool = False) -> Layer:
+        """A layer that shares the weights of `plain`."""
+        layer = cls.__new__(cls)
+        layer.__dict__.update(clone_module(plain).__dict__)
+        layer.activation, layer.inplace, layer.regraft_pure = activation, inplace, not inplace
+        layer.repack()
+        return layer
+
+    def repack(self) -> None:
+        """Drop the packed copies; the next call makes them again."""
+        self.__dict__["_packs"] = {}
+        self.__dict__["_source"] = None
+        self.__dict__["_rows"] = 0
+
+    def extra_repr(self) -> str:
+        named = "" if self.activation is NONE else f", activation={self.activation.name}"
+        return f"{super().extra_repr()}{named}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key not in ("_packs", "_source", "_rows")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.repack()
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        self.repack()
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def _fresh(self, weight: Tensor) -> dict[Any, Any]:
+        """The packed copies of this weight as it is now."""
+        source = (weight, 0 if weight.is_inference() else weight._version, weight.data_ptr())
+        known = self.__dict__["_source"]
+        if known is None or known[0] is not weight or known[1:] != source[1:]:
+            self.repack()
+            self.__dict__["_source"] = source
+        packs: dict[Any, Any] = self.__dict__["_packs"]
+        return packs
+
+
+class PackedLinear(Packed, nn.Linear):
+    """`activation(x W^T + b)`."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """`input` is (..., in_features)."""
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        if weight is None or not mkldnn.usable(input, weight, bias) or input.ndim < 2 or not input.numel():
+            return self.activation.plain(F.linear(input, self.weight, self.bias))
+        packs = self._fresh(weight)
+        if weight.dtype is not torch.float32 or self.activation.algorithm == "tanh":
+            return self._by_onednn(input, weight, bias, packs)
+        return self.activation.write(self._by_sgemm(input, weight, bias, packs))
+
+    def _by_onednn(self, x: Tensor, weight: Tensor, bias: Tensor | None, packs: dict[Any, Any]) -> Tensor:
+        packed = packs.get("onednn")
+        if packed is None:
+            if not mkldnn.works(mkldnn.LINEAR, weight.dtype, self.activation):
+                return self.activation.plain(F.linear(x, weight, bias))
+            packed = packs["onednn"] = mkldnn.pack_linear(weight)
+        return mkldnn.linear(x, packed, bias, self.activation)
+
+    def _by_sgemm(self, x: Tensor, weight: Tensor, bias: Tensor | None, packs: dict[Any, Any]) -> Tensor:
+        """MKL packs for one number of rows: one that comes twice running is worth it, others go the plain way."""
+        rows = x.numel() // x.shape[-1]
+        packed = packs.get(rows)
+        if packed is None:
+            again, self.__dict__["_rows"] = self.__dict__["_rows"] == rows, rows
+            if not again or rows <= FEW_ROWS or not mkldnn.works(mkldnn.MKL, weight.dtype):
+                return F.linear(x, weight, bias)
+            if len(packs) >= PACKS:
+                del packs[next(iter(packs))]
+            packed = packs[rows] = mkldnn.pack_sgemm(weight, rows)
+        return mkldnn.sgemm(x, packed, weight, bias, rows)
+
+
+class PackedConv2d(Packed, nn.Conv2d):
+    """`activation(conv2d(x) + other)`, channels last; with `inplace`, written into `other` where that is possible."""
+
+    def forward(self, input: Tensor, other: Tensor | None = None) -> Tensor:  # noqa: A002
+        """`input` is (batch, in, height, width), and `other` like the result."""
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        if weight is None or input.ndim != 4 or not mkldnn.usable(input, weight, bias) or not input.numel():
+            return self._plain(input, other)
+        packs = self._fresh(weight)
+        entry = packs.get(input.shape) or self._entry(input.shape, weight, packs)
+        if entry is None:
+            return self._plain(input, other)
+        packed, size = entry
+        if other is None:
+            return mkldnn.conv(input, packed, bias, self._geometry(), self.activation)
+        like = type(other) is Tensor and other.shape == size and other.dtype is input.dtype
+        kind = mkldnn.CONV_SUM if self.inplace else mkldnn.CONV_ADD
+        if (
+            not like
+            or not other.is_contiguous(memory_format=torch.channels_last)
+            or not mkldnn.works(kind, weight.dtype)
+        ):
+            return self.activation.plain(mkldnn.conv(input, packed, bias, self._geometry(), NONE) + other)
+        add = mkldnn.conv_sum if self.inplace else mkldnn.conv_add
+        if self.activation is NONE or mkldnn.works(kind, weight.dtype, self.activation):
+            return add(other, input, packed, bias, self._geometry(), self.activation)
+        return self.activation.write(add(other, input, packed, bias, self._geometry(), NONE))
+
+    def _plain(self, x: Tensor, other: Tensor | None) -> Tensor:
+        result = super().forward(x)
+        return self.activation.plain(result if other is None else result + other)
+
+    def _entry(self, shape: torch.Size, weight: Tensor, packs: dict[Any, Any]) -> tuple[Tensor, torch.Size] | None:
+        """The weight packed for inputs of this size, and the size of the result."""
+        if not mkldnn.works(mkldnn.CONV, weight.dtype, self.activation):
+            return None
+        padding, stride, dilation, groups = self._geometry()
+        like = (torch.empty(shape, device="meta"), torch.empty(weight.shape, device="meta"))
+        size = F.conv2d(*like, None, stride, padding, dilation, groups).shape
+        if not size.numel():
+            return None
+        if len(packs) >= SIZES:
+            packs.clear()
+        packed = mkldnn.pack_conv(weight, self._geometry(), shape)
+        known = {mkldnn.layout(other): other for other, _ in packs.values()}
+        entry = packs[shape] = (known.get(mkldnn.layout(packed), packed), size)
+        return entry
+
+    def _geometry(self) -> tuple[Any, ...]:
+        geometry: tuple[Any, ...] | None = self.__dict__.get("_numbers")
+        if geometry is None:
+            padding = list(_padding(self))
+            geometry = self.__dict__["_numbers"] = (padding, list(self.stride), list(self.dilation), self.groups)
+        return geometry
+
+
+def _padding(conv: Any) -> tuple[int, ...]:
+    """The padding of both ends of each axis, also where it was given as a word."""
+    padding = conv.padding
+    if padding == "valid":
+        return (0,) * len(conv.kernel_size)
+    if padding == "same":
+        reaches = zip(conv.dilation, conv.kernel_size, strict=True)
+        return tuple(d * (k - 1) // 2 for d, k in reaches)
+    return tuple(padding)
+
+
+def even_padding(conv: Any) -> bool:
+    """Whether both ends of each axis are padded alike, and with zeros."""
+    reaches = zip(conv.dilation, conv.kernel_size, strict=True)
+    alike = conv.padding != "same" or all(d * (k - 1) % 2 == 0 for d, k in reaches)
+    return bool(alike and conv.padding_mode == "zeros")

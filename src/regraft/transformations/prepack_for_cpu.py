@@ -1,0 +1,98 @@
+"""`PrepackForCpu`: convolutions and linear layers with packed weights, and what follows them fused into them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from regraft.core.edit import Edit
+from regraft.core.pattern import Match
+from regraft.core.query import Facts, require, that
+from regraft.core.rewrite import Rewrite
+from regraft.core.vocabulary import LINEAR, Call
+from regraft.transformations import _mkldnn as mkldnn
+from regraft.transformations._activations import NONE, Activation
+from regraft.transformations._conv_region import BORDER, LayersAndBorders
+from regraft.transformations._following import between, following
+from regraft.transformations._packed import Packed, PackedConv2d, PackedLinear, even_padding
+
+
+class PrepackForCpu(Rewrite):
+    """Pack the weights of linear layers and 2d convolutions for the CPU, and fuse what follows into them.
+
+    `activation(W x + b + other)` in one call of oneDNN, which finds the weight in the layout that it works in. Between
+    convolutions values are channels last; outputs, and views that need it, get the usual layout back. Float32 linear
+    layers are packed by MKL, for the number of rows that comes twice running. Of a linear layer's neighbours only the
+    activation is fused: oneDNN's addition is many times slower there than torch's.
+
+    Every call is right at every size; a new image size packs again, once. Gradients, autocast, tracing and other
+    devices get the plain layers. The layers stay what they are (`nn.Linear`, `nn.Conv2d`, the same parameters), and
+    saving, copying and moving them is as before. The packed copy takes the weight's memory once more (a float32 linear
+    layer's: once for each of the last two numbers of rows).
+
+    Example:
+        >>> import torch, regraft as rg
+        >>> gm = rg.symbolic_trace(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU()).eval())
+        >>> rg.PrepackForCpu()(gm).get_submodule("0")
+        PackedConv2d(3, 8, kernel_size=(3, 3), stride=(1, 1), activation=relu)
+    """
+
+    preserves_computation = True
+    pattern = LayersAndBorders()
+
+    def rewrite(self, match: Match, edit: Edit, facts: Facts) -> str:
+        """See `Rewrite.rewrite`."""
+        call = match.call
+        if call.operation is BORDER:
+            packed = any(isinstance(module, PackedConv2d) for module in match.owner.modules())
+            require(that(packed, f"{call.where} reads no packed convolution"))
+
+            return _usual_layout(call, edit)
+        module, weight = call.module, call.weight("weight")
+        require(that(module is not None, f"{call.where} is a function call, not a module with a weight of its own"))
+        assert module is not None
+        assert weight is not None
+        require(facts.plain(call), facts.one_name(call), _packable(call, module, weight.tensor))
+        if facts.called_once(call):
+            edit.put_sharing(call.where, _packed(call, module, NONE))
+            return "packed, for every place that calls it"
+        other, last, activation, done = following(match, facts)
+        gone = between(call.node, last)
+        inplace = other is not None and other is not call.input and facts.disposable(other, last, gone) is None
+
+        edit.put_sharing(call.where, _packed(call, module, activation, inplace))
+        edit.replace_with_module(last, call.where, *([call.input] if other is None else [call.input, other]))
+        for node in gone:
+            edit.erase(node)
+        if inplace and other is not None:
+            edit.writes(last, other)
+        for fused in done:
+            edit.discard(fused)
+        return "packed" + "".join(f", with {fused.where}" for fused in done)
+
+
+def _packed(call: Call, module: nn.Module, activation: Activation, inplace: bool = False) -> Packed:
+    kind = PackedLinear if call.operation is LINEAR else PackedConv2d
+    return kind.of(module, activation, inplace)
+
+
+def _packable(call: Call, module: nn.Module, weight: torch.Tensor) -> str | None:
+    if weight.device.type not in ("cpu", "meta"):
+        return f"{call.where} is on {weight.device}; the packed layouts are the CPU's"
+    if call.operation is LINEAR:
+        kind = mkldnn.MKL if weight.dtype is torch.float32 else mkldnn.LINEAR
+    elif not isinstance(module, nn.Conv2d):
+        return f"{call.where} is a {type(module).__name__}; only 2d convolutions are packed"
+    elif not even_padding(module):
+        return f"{call.where} pads the ends of an axis differently, or not with zeros"
+    else:
+        kind = mkldnn.CONV
+    dtype = str(weight.dtype).removeprefix("torch.")
+    return that(mkldnn.works(kind, weight.dtype), f"{call.where}: this torch or processor packs no {kind} in {dtype}")
+
+
+def _usual_layout(call: Call, edit: Edit) -> str:
+    for value in call["values"]:
+        plain = edit.insert(call.node, torch.ops.aten.contiguous.default, value)
+        edit.rewire(call.node, value, plain)
+    return "its input has the usual layout"

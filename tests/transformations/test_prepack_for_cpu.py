@@ -1,0 +1,291 @@
+"""`PrepackForCpu`: right at every size, fused only where nothing is lost, and never in the way of torch."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import regraft as rg
+from helpers import FORMS, Wrap, assert_matches_float64, capture, check_applied, check_refused, randomise, run
+from regraft.transformations import _mkldnn as mkldnn
+from regraft.transformations._activations import NONE, Activation
+from regraft.transformations._packed import PackedConv2d, PackedLinear
+
+PACK = rg.PrepackForCpu()
+DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if mkldnn.works(mkldnn.CONV, dtype)]
+ACTIVATIONS = [
+    nn.ReLU(),
+    nn.ReLU(inplace=True),
+    nn.ReLU6(),
+    nn.Hardtanh(-0.5, 0.25),
+    nn.GELU(),
+    nn.GELU("tanh"),
+    nn.SiLU(),
+    nn.Hardswish(),
+    nn.Hardsigmoid(),
+    nn.LeakyReLU(0.2),
+    nn.Sigmoid(),
+    nn.Tanh(),
+]
+IMAGE = (torch.randn(2, 4, 9, 8),)
+
+
+def packed(model, inputs, form="fx"):
+    """The packed graph, warmed up: float32 linear layers pack at the second call."""
+    gm = PACK(capture(model, inputs, form))
+    run(gm, inputs)
+    return gm
+
+
+def test_the_private_operators_are_where_they_were():
+    """A new torch that moves them makes regraft fall back, silently slow; so this fails."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.backends.mkldnn.is_available()
+        for kind in (mkldnn.LINEAR, mkldnn.MKL, mkldnn.CONV, mkldnn.CONV_ADD, mkldnn.CONV_SUM):
+            assert mkldnn.works(kind, torch.float32)
+    assert mkldnn.works(mkldnn.CONV_SUM, torch.float32, Activation("relu"))
+    for name in ("relu", "swish", "sigmoid", "tanh", "hardswish", "hardsigmoid"):
+        assert mkldnn.works(mkldnn.CONV, torch.float32, Activation(name))
+
+
+@pytest.fixture
+def unknown():
+    """Nothing is known yet of what the operators can do, and what is found out is forgotten."""
+    mkldnn.works.cache_clear()
+    yield
+    mkldnn.works.cache_clear()
+
+
+def test_an_operator_that_is_gone_or_wrong_is_not_used(monkeypatch, unknown):
+    monkeypatch.setattr(mkldnn, "conv", lambda *a: torch.zeros(2, 8, 5, 4))
+    model = randomise(nn.Sequential(nn.Conv2d(4, 6, 3)))
+    with pytest.warns(UserWarning, match="disagrees"):
+        check_refused(PACK, model, IMAGE, "fx", "packs no convolution in float32", sites=2)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear(form, activation, dtype):
+    model = randomise(nn.Sequential(nn.Linear(6, 10), *([activation] if activation else []), nn.Linear(10, 3)))
+    model = model.to(dtype)
+    gm = check_applied(PACK, model, (torch.randn(5, 7, 6).to(dtype),), form, sites=2)
+    assert not any(type(m) is type(activation) for m in gm.modules())
+    for size in [(35, 6), (5, 7, 6), (5, 7, 6), (1, 6), (6,), (0, 6), (3, 1, 2, 6), (35, 6)] * (form == "fx"):
+        assert_matches_float64(model, gm, (torch.randn(size).to(dtype),), slack=6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_convolution(form, activation, dtype):
+    layers = [nn.Conv2d(4, 6, 3, padding=1), *([activation] if activation else []), nn.Conv2d(6, 6, 1, groups=2)]
+    model = randomise(nn.Sequential(*layers)).to(dtype)
+    gm = check_applied(PACK, model, (IMAGE[0].to(dtype),), form, sites=3)
+    for size in [(2, 4, 9, 8), (1, 4, 9, 8), (8, 4, 9, 8), (2, 4, 17, 5), (1, 4, 1, 1), (2, 4, 9, 8)] * (form == "fx"):
+        assert_matches_float64(model, gm, (torch.randn(size).to(dtype),), slack=6)
+        assert all(out.is_contiguous() for out in run(gm, (torch.randn(size).to(dtype),)))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"stride": 2},
+        {"padding": "same"},
+        {"padding": "valid"},
+        {"padding": "same", "dilation": 2},
+        {"dilation": (1, 3)},
+        {"groups": 4},
+        {"bias": False},
+        {"padding": (2, 0), "stride": (1, 2)},
+    ],
+    ids=str,
+)
+def test_geometries(settings):
+    check_applied(PACK, randomise(nn.Sequential(nn.Conv2d(4, 8, 3, **settings))), IMAGE, sites=2)
+
+
+class Residual(nn.Module):
+    """Two convolutions whose sum, in one of its spellings, goes through an activation."""
+
+    def __init__(self, add, activation):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+        self.add, self.activation = add, activation
+
+    def forward(self, x):
+        first = self.a(x)
+        second = self.activation(self.add(self.b(x), first))
+        return self.activation(self.add(self.c(self.activation(second * 2)), second))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("add", [operator.add, operator.iadd, torch.add, lambda a, b: b + a, lambda a, b: b.add_(a)])
+@pytest.mark.parametrize("activation", [torch.relu, F.silu, F.softplus])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_residual_is_added_by_the_convolution(form, add, activation, dtype):
+    model = randomise(Residual(add, activation)).to(dtype)
+    gm = check_applied(PACK, model, (IMAGE[0].to(dtype),), form, sites=4)
+    plain = activation is F.softplus
+    assert plain or [gm.get_submodule(name).inplace for name in "abc"] == [False, True, True]
+    if form == "fx":
+        assert_matches_float64(model, gm, (torch.randn(3, 4, 5, 5).to(dtype),), slack=6)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x: self.a(x) + x,  # the caller's tensor
+        lambda self, x: (y := x * 2, self.a(y) + y, y)[1:],  # returned as well
+        lambda self, x: (y := x * 2, z := self.a(y) + y, y.sum() + z)[2],  # read later
+        lambda self, x: (y := x * 2, v := y.transpose(2, 3), self.a(y) + y, v)[2:],  # a view is read later
+        lambda self, x: (y := (x * 2).transpose(0, 1).cos_().transpose(0, 1), self.a(x) + y)[1],  # itself a view
+        lambda self, x: (y := x * 2, self.a(y) + y)[1],  # the convolution reads it
+    ],
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_memory_that_others_read_is_not_written(forward, form):
+    model = randomise(Wrap(forward, a=nn.Conv2d(4, 4, 1)))
+    gm = packed(model, IMAGE, form)
+    assert not gm.a.inplace
+    kept = IMAGE[0].clone()
+    assert_matches_float64(model, gm, IMAGE)
+    assert torch.equal(kept, IMAGE[0])
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x: self.a(x) + self.bias,
+        lambda self, x: self.a(x) + 1.0,
+        lambda self, x: torch.add(self.a(x), x, alpha=2),
+        lambda self, x: self.a(x) + self.a(x),
+        lambda self, x: (y := self.a(x), y + torch.relu(y))[1],
+        lambda self, x: self.a(x) + x[:1],
+        lambda self, x: self.a(x[:1]) + x,
+        lambda self, x: self.a(x) + x.double(),
+    ],
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_other_additions_stay_right(forward, form):
+    model = randomise(Wrap(forward, a=nn.Conv2d(4, 4, 1), bias=nn.Parameter(torch.randn(4, 1, 1))))
+    assert_matches_float64(model, packed(model, IMAGE, form), IMAGE)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x: self.a(x).view(x.shape[0], -1),
+        lambda self, x: torch.relu(self.a(x)).view(2, -1),
+        lambda self, x: self.a(x).flatten(2).view(2, -1),
+        lambda self, x: torch.as_strided(self.a(x), (2, 3), (3, 1)),
+        lambda self, x: {"kept": self.a(x), "both": (self.a(x),)},
+    ],
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_who_needs_the_usual_layout_gets_it(forward, form):
+    model = randomise(Wrap(forward, a=nn.Conv2d(4, 4, 1)))
+    gm = packed(model, IMAGE, form)
+    assert_matches_float64(model, gm, IMAGE)
+    assert [out.stride() for out in run(gm, IMAGE)] == [out.stride() for out in run(model, IMAGE)]
+
+
+def test_weights_that_change_are_packed_again():
+    model = randomise(nn.Sequential(nn.Conv2d(4, 6, 3), nn.Flatten(), nn.Linear(6 * 7 * 6, 5)))
+    gm = packed(model, IMAGE)
+    run(gm, IMAGE)
+    with torch.no_grad():
+        for parameter in gm.parameters():
+            parameter.mul_(1.5)
+    assert_matches_float64(model, gm, IMAGE)  # the parameters are the model's
+    gm.load_state_dict(randomise(copy.deepcopy(model), 7).state_dict())
+    assert_matches_float64(model, gm, IMAGE)
+    gm.get_submodule("2").weight = nn.Parameter(torch.randn(5, 6 * 7 * 6))
+    changed = copy.deepcopy(model)
+    changed[2].weight = gm.get_submodule("2").weight
+    assert_matches_float64(changed, gm, IMAGE)
+    rg.undo(gm)
+    assert_matches_float64(changed, gm, IMAGE)
+
+
+def test_moving_and_copying():
+    model = randomise(nn.Sequential(nn.Conv2d(4, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 7 * 6, 5)))
+    gm = packed(model, IMAGE)
+    run(gm, IMAGE)
+    for other in (copy.deepcopy(gm), pickle.loads(pickle.dumps(gm)), copy.copy(gm)):
+        assert torch.equal(run(other, IMAGE)[0], run(gm, IMAGE)[0])
+    other = copy.deepcopy(gm).double()
+    torch.testing.assert_close(other(IMAGE[0].double()), copy.deepcopy(model).double()(IMAGE[0].double()))
+    other = copy.deepcopy(gm).bfloat16()
+    assert other(IMAGE[0].bfloat16()).dtype is torch.bfloat16
+    assert list(gm.state_dict()) == list(model.state_dict())
+    assert all(parameter is other for parameter, other in zip(gm.parameters(), model.parameters(), strict=True))
+    assert isinstance(gm.get_submodule("0"), nn.Conv2d)
+    assert isinstance(gm.get_submodule("3"), nn.Linear)
+
+
+def test_gradients_autocast_compilation_and_vmap_get_the_plain_layers():
+    model = randomise(nn.Sequential(nn.Conv2d(4, 6, 3), nn.SiLU(), nn.Flatten(), nn.Linear(6 * 7 * 6, 5), nn.ReLU()))
+    gm = packed(model, IMAGE)
+    gm(IMAGE[0]).sum().backward()
+    got = [parameter.grad for parameter in gm.parameters()]
+    gm.zero_grad()
+    model(IMAGE[0]).sum().backward()
+    torch.testing.assert_close(got, [parameter.grad for parameter in model.parameters()])
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert gm(IMAGE[0]).dtype is torch.bfloat16
+    with torch.no_grad():
+        batch = torch.stack([IMAGE[0], 2 * IMAGE[0]])
+        torch.testing.assert_close(torch.vmap(gm)(batch), torch.vmap(model)(batch))
+    with torch.inference_mode():
+        torch.testing.assert_close(gm(IMAGE[0]), model(IMAGE[0]))
+    exported = torch.export.export(gm, IMAGE).module()
+    torch.testing.assert_close(exported(*IMAGE), model(*IMAGE))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tied_and_shared_layers(form):
+    model = randomise(
+        Wrap(lambda self, x: self.b(F.relu(self.a(F.relu(self.a(x))))), a=nn.Linear(6, 6), b=nn.Linear(6, 6))
+    )
+    model.b.weight = model.a.weight
+    gm = check_applied(PACK, model, (torch.randn(3, 6),), form, sites=2)
+    assert gm.a.weight is gm.b.weight is model.a.weight
+    assert gm.a.activation is NONE
+
+
+def test_what_is_packed():
+    gm = packed(randomise(nn.Sequential(nn.Conv2d(4, 6, 3), nn.Flatten(), nn.Linear(252, 5))), IMAGE)
+    assert type(gm.get_submodule("0")) is PackedConv2d
+    assert type(gm.get_submodule("2")) is PackedLinear
+
+
+def hooked():
+    layer = nn.Linear(8, 3)
+    layer.register_forward_hook(lambda *args: None)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (nn.Sequential(nn.Linear(8, 3).double()), "packs no linear in float64"),
+        (nn.Sequential(nn.Conv1d(4, 3, 1)), "only 2d"),
+        (nn.Sequential(nn.Conv2d(4, 3, 2, padding="same")), "differently"),
+        (nn.Sequential(nn.Conv2d(4, 3, 3, padding=1, padding_mode="reflect")), "zeros"),
+        (nn.Sequential(hooked()), "hooks"),
+        (Wrap(lambda self, x: F.linear(x, self.w), w=nn.Parameter(torch.randn(3, 8))), "function call"),
+    ],
+)
+def test_refused(model, words):
+    size = (2, 4, 8) if "2d" in words or isinstance(getattr(model, "0", None), nn.Linear) else (2, 4, 8, 8)
+    sites = 1 + any(isinstance(layer, (nn.Conv1d, nn.Conv2d)) for layer in model.modules())
+    check_refused(PACK, randomise(model), (torch.randn(size),), "fx", words, sites=sites)
