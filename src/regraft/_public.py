@@ -33,10 +33,12 @@ from regraft.transformations import (
     FuseBatchNorm2dInConv2d,
     FuseBiasInLinear,
     FuseGelu,
+    FuseNorm,
     FusePad,
     LintAndRecompile,
     MergeLinears,
     PrepackForCpu,
+    ReducePrecision,
     RemoveDeadWork,
 )
 from regraft.verify import Culprit, Verification, bisect, verify
@@ -56,6 +58,7 @@ __all__ = [
     "FuseBatchNorm2dInConv2d",
     "FuseBiasInLinear",
     "FuseGelu",
+    "FuseNorm",
     "FusePad",
     "LintAndRecompile",
     "Match",
@@ -64,6 +67,7 @@ __all__ = [
     "Optimized",
     "Pattern",
     "PrepackForCpu",
+    "ReducePrecision",
     "Refused",
     "RegraftError",
     "RemoveDeadWork",

@@ -95,11 +95,11 @@ MEAN = Operation(
 )
 VARIANCE = Operation(
     "variance",
-    "input dim unbiased keepdim",
+    "input dim unbiased keepdim correction",
     (torch.var, *_overloads("var.dim")),
     ("var",),
     (),
-    {"unbiased": True, "keepdim": False},
+    {"keepdim": False},
 )
 POWER = Operation(
     "power", "input exponent", (operator.pow, torch.pow, *_overloads("pow.Tensor_Scalar")), ("pow", "__pow__")

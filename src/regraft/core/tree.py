@@ -8,7 +8,7 @@ name that occurs twice stands for the same value. `Tree` looks for a form throug
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any
@@ -62,14 +62,17 @@ class Form(ABC):
 
 @dataclass(frozen=True)
 class Value(Form):
-    """Any value; the same one wherever the name occurs."""
+    """Any value that meets the condition; the same one wherever the name occurs."""
 
     name: str
+    condition: Callable[[Any], bool] | None = None
 
     def bind(self, value: Any, found: Binding, trial: Trial) -> Iterator[Binding]:
-        if self.name not in found.values:
+        if self.condition is not None and not self.condition(value):
+            trial.fail(found, f"{_show(value)} is no {self.name}")
+        elif self.name not in found.values:
             yield found.named(self.name, value)
-        elif found.values[self.name] is value:
+        elif found.values[self.name] is value or (not isinstance(value, Node) and found.values[self.name] == value):
             yield found
         else:
             trial.fail(found, f"{_show(value)} should be {_show(found.values[self.name])}")
@@ -129,6 +132,8 @@ class Op(Form):
             yield from _bind_all(steps, found, trial)
 
     def _misfit(self, call: Call) -> str | None:
+        if unknown := call.arguments.keys() - set(self.operation.names):
+            return f"{call.where} has {min(unknown)}={call[min(unknown)]!r}"
         for name in self.operation.names[len(self.operands) :]:
             wanted, value = self.settings.get(name, call.operation.defaults.get(name)), call[name]
             if isinstance(wanted, Form):
@@ -211,6 +216,11 @@ class TreeMatch(Match):
         """The other nodes of the expression."""
         return list(self.nodes[:-1])
 
+    def is_a(self, node: Node, operation: Operation) -> bool:
+        """Whether `node` is a call of `operation`."""
+        call = read(node, self.owner)
+        return call is not None and call.operation is operation
+
 
 class Tree(Pattern):
     """Every expression of a form.
@@ -232,7 +242,7 @@ class Tree(Pattern):
             found, trial = self._try(node, owner)
             for anchor in self._anchors(found.nodes if found is not None else trial.failure, owner):
                 if found is not None:
-                    taken.setdefault(anchor, node)
+                    taken[anchor] = node  # the largest expression
                 elif len(trial.failure) > misses.get(anchor, (0, node))[0]:
                     misses[anchor] = len(trial.failure), node
         sites = {**{a: node for a, (_, node) in misses.items() if a not in taken}, **taken}

@@ -8,10 +8,12 @@ from regraft.transformations.fuse_batch_norm1d_in_linear import FuseBatchNorm1dI
 from regraft.transformations.fuse_batch_norm2d_in_conv2d import FuseBatchNorm2dInConv2d
 from regraft.transformations.fuse_bias_in_linear import FuseBiasInLinear
 from regraft.transformations.fuse_gelu import FuseGelu
+from regraft.transformations.fuse_norm import FuseNorm
 from regraft.transformations.fuse_pad import FusePad
 from regraft.transformations.lint_and_recompile import LintAndRecompile
 from regraft.transformations.merge_linears import MergeLinears
 from regraft.transformations.prepack_for_cpu import PrepackForCpu
+from regraft.transformations.reduce_precision import ReducePrecision
 from regraft.transformations.remove_dead_work import RemoveDeadWork
 
 TRANSFORMATIONS = (
@@ -24,8 +26,10 @@ TRANSFORMATIONS = (
     RemoveDeadWork,
     FuseGelu,
     FusePad,
+    ReducePrecision,
     PrepackForCpu,
     FuseAttention,
+    FuseNorm,
     DeepCopy,
     LintAndRecompile,
 )
@@ -40,9 +44,11 @@ __all__ = [
     "FuseBatchNorm2dInConv2d",
     "FuseBiasInLinear",
     "FuseGelu",
+    "FuseNorm",
     "FusePad",
     "LintAndRecompile",
     "MergeLinears",
     "PrepackForCpu",
+    "ReducePrecision",
     "RemoveDeadWork",
 ]

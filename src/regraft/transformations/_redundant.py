@@ -14,7 +14,7 @@ from regraft.core.flow import known
 from regraft.core.mutation import writes
 from regraft.core.pattern import Match, Pattern
 from regraft.core.values import same_shape, target_name, value_of
-from regraft.core.vocabulary import DROPOUT, IDENTITY, LINEAR, RESHAPE, read
+from regraft.core.vocabulary import DIVIDE, DROPOUT, IDENTITY, LINEAR, MULTIPLY, RESHAPE, read
 from regraft.transformations._constants import constants, piece
 
 _CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool", "_to_copy"}
@@ -109,6 +109,8 @@ def unchanged_value(node: Node, owner: GraphModule) -> Node | None:
         return _before_reshaping(source, after, owner)
     if before is None or after is None or not _like(before, after):
         return None
+    if call is not None and call.operation in (MULTIPLY, DIVIDE):
+        return source if _is_one(call["other"]) and call["rounding_mode"] is None else None
     if name in _CASTS:
         return source if "memory_format" not in node.kwargs else None
     if name == "clone":
@@ -123,7 +125,7 @@ def copies(node: Node, source: Node, owner: GraphModule) -> bool:
     name = target_name(node).partition(".")[0] if node.op != "call_module" else ""
     if name == "contiguous":
         return not _laid_out(source, owner)
-    if name == "reshape" and node.all_input_nodes[0] is not source:
+    if name in ("mul", "truediv", "div") or (name == "reshape" and node.all_input_nodes[0] is not source):
         return True
     return name in ("clone", "_to_copy") or bool(node.kwargs.get("copy")) or True in node.args[1:]
 
@@ -139,6 +141,10 @@ def _before_reshaping(source: Node, after: Tensor | None, owner: GraphModule) ->
             return None
         source = call.input
     return None
+
+
+def _is_one(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value == 1
 
 
 def _like(before: Tensor, after: Tensor) -> bool:

@@ -1,0 +1,100 @@
+"""`FuseNorm`: layer norm and RMS norm written out become one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Node
+from torch.nn import functional as F
+
+from regraft.core.edit import Edit
+from regraft.core.pattern import Match
+from regraft.core.query import Facts, require, that
+from regraft.core.rewrite import Rewrite
+from regraft.core.tree import Either, Form, Number, Op, Through, Tree, TreeMatch, Value
+from regraft.core.values import value_of
+from regraft.core.vocabulary import ADD, CAST, DIVIDE, MEAN, MULTIPLY, POWER, RSQRT, SQRT, SQUARE, SUBTRACT, VARIANCE
+from regraft.transformations._norm import before_upcast, fits, normalized, precise
+
+_X, _DIM = Through((CAST,), Value("x")), Value("dim")
+
+
+def _vector(value: Any) -> bool:
+    tensor = value_of(value)
+    return tensor is not None and tensor.ndim == 1
+
+
+def _mean_of(form: Form) -> Form:
+    return Op(MEAN, form, dim=_DIM, keepdim=True)
+
+
+def _square_of(form: Form) -> Form:
+    return Either(Op(POWER, form, Number(2)), Op(SQUARE, form), Op(MULTIPLY, form, form))
+
+
+def _normed(form: Form, variance: Form) -> Form:
+    """`form / √(variance + eps)`."""
+    shifted = Op(ADD, variance, Number("eps"))
+    return Either(Op(MULTIPLY, form, Op(RSQRT, shifted)), Op(DIVIDE, form, Op(SQRT, shifted)))
+
+
+def _scaled(form: Form) -> Form:
+    """With the weight, and with the bias, where there are any; cast in between, and at the end."""
+    weight, bias = Through((CAST,), Value("weight", _vector)), Through((CAST,), Value("bias", _vector))
+    weighted = Op(MULTIPLY, Through((CAST,), form), weight)
+    return Through((CAST,), Either(Op(ADD, Through((CAST,), weighted), bias), weighted, form))
+
+
+_CENTRED = Op(SUBTRACT, _X, _mean_of(_X))
+_VARIANCE = Either(
+    _mean_of(_square_of(_CENTRED)),
+    Op(VARIANCE, _X, dim=_DIM, unbiased=False, keepdim=True),
+    Op(VARIANCE, _X, dim=_DIM, correction=0, keepdim=True),
+)
+
+
+class FuseNorm(Rewrite):
+    """Fuse layer norm and RMS norm that are written out into `F.layer_norm` and `F.rms_norm`.
+
+    `(x - mean(x)) / √(mean((x - mean(x))²) + eps) w + b = layer_norm(x, w, b, eps)` (Ba et al. 2016, arXiv:1607.06450)
+    and `x / √(mean(x²) + eps) w = rms_norm(x, w, eps)` (Zhang and Sennrich 2019, arXiv:1910.07467). The fused calls
+    compute half precision in float32 and round once, so they keep the upcasts of the model; what computes more
+    precisely than that is refused.
+
+    Example:
+        >>> import torch, regraft as rg
+        >>> class Norm(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        >>> gm = rg.FuseNorm()(rg.trace(Norm(), (torch.randn(2, 8),)))
+        >>> [node.target.__name__ for node in gm.graph.nodes if node.op == "call_function"]
+        ['rms_norm']
+    """
+
+    preserves_computation = True
+    pattern = Tree(
+        Either(_scaled(_normed(_CENTRED, _VARIANCE)), _scaled(_normed(_X, _mean_of(_square_of(_X))))), RSQRT, SQRT
+    )
+
+    def rewrite(self, match: Match, edit: Edit, facts: Facts) -> str:
+        """See `Rewrite.rewrite`."""
+        assert isinstance(match, TreeMatch)
+        require(match.reason)
+        x, weight, bias = (match.values.get(name) for name in ("x", "weight", "bias"))
+        require(facts.tensor(x), that(value_of(x) is not None, f"the shape of {x!r} is not known"))
+        assert isinstance(x, Node)
+        x, inner = before_upcast(x, match)
+        centred = any(match.is_a(node, SUBTRACT) for node in inner)
+        require(facts.closed(inner, match.result), facts.unchanged(x, min(inner), match.result))
+        shape = normalized(x, match.values["dim"])
+        require(*(fits(node, shape, x) for node in (weight, bias) if node is not None), precise(match, x))
+        require(
+            that(centred or bias is None, f"{match.where} adds a bias to an RMS norm, which the fused call has not")
+        )
+
+        if centred:
+            edit.replace(match.result, F.layer_norm, x, shape, weight, bias, match.values["eps"])
+        else:
+            edit.replace(match.result, F.rms_norm, x, shape, weight, match.values["eps"])
+        edit.erase_unread(inner)
+        return f"fused {'layer' if centred else 'RMS'} norm over {shape}"

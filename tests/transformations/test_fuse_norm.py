@@ -1,0 +1,131 @@
+"""FuseNorm: the ways in which people write layer norm and RMS norm, and what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import regraft as rg
+from helpers import Wrap, check_applied, check_refused
+
+X = (torch.randn(3, 5, 8) * 2 + 1,)
+
+
+def llama(m: Any, x: Any) -> Any:
+    h = x.to(torch.float32)
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return m.w * h.to(x.dtype)
+
+
+def t5(m: Any, x: Any) -> Any:
+    variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+    return m.w * (x * torch.rsqrt(variance + 1e-6)).to(m.w.dtype)
+
+
+def gemma(m: Any, x: Any) -> Any:
+    h = x.float()
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return (h * (1.0 + m.w.float())).type_as(x)
+
+
+def layer(m: Any, x: Any) -> Any:
+    mean = x.mean(-1, keepdim=True)
+    variance = (x - mean).pow(2).mean(-1, keepdim=True)
+    return m.w * (x - mean) / torch.sqrt(variance + 1e-5) + m.b
+
+
+def layer_in_float32(m: Any, x: Any) -> Any:
+    h = x.float()
+    d = h - h.mean(-1, keepdim=True)
+    h = d * torch.rsqrt(d.square().mean(-1, keepdim=True) + 1e-5)
+    return m.w * h.to(x.dtype) + m.b
+
+
+def centred(x: Any) -> Any:
+    return x - x.mean(-1, keepdim=True)
+
+
+FORMS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "llama": (llama, "rms_norm"),
+    "t5": (t5, "rms_norm"),
+    "divided": (lambda m, x: x / torch.sqrt((x * x).mean(-1, True) + 1e-5) * m.w, "rms_norm"),
+    "no weight": (lambda m, x: x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt(), "rms_norm"),
+    "two axes": (lambda m, x: x * (x.square().mean((-2, -1), keepdim=True) + 1e-5).rsqrt(), "rms_norm"),
+    "before a gate": (lambda m, x: x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * x.sin(), "rms_norm"),
+    "layer": (
+        lambda m, x: m.w * (centred(x) / torch.sqrt((centred(x) ** 2).mean(-1, keepdim=True) + 1e-5)) + m.b,
+        "layer_norm",
+    ),
+    "var": (
+        lambda m, x: centred(x) / (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt() * m.w + m.b,
+        "layer_norm",
+    ),
+    "var, correction": (
+        lambda m, x: centred(x) * torch.rsqrt(torch.var(x, -1, correction=0, keepdim=True) + 1e-5),
+        "layer_norm",
+    ),
+    "in float32": (layer_in_float32, "layer_norm"),
+}
+
+
+def model_of(function: Callable[[Any, Any], Any]) -> nn.Module:
+    return Wrap(function, w=nn.Parameter(torch.rand(8) + 0.5), b=nn.Parameter(torch.randn(8)))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_applied(name: str) -> None:
+    function, target = FORMS[name]
+    gm = check_applied(rg.FuseNorm(), model_of(function), X, "trace")
+    assert [n for n in gm.graph.nodes if getattr(n.target, "__name__", "") == target]
+    assert not [n for n in gm.graph.nodes if "sqrt" in n.name]
+
+
+def test_gemma() -> None:
+    gm = check_applied(rg.FuseNorm(), model_of(gemma), X, "trace")
+    assert [n for n in gm.graph.nodes if getattr(n.target, "__name__", "") == "rms_norm"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "t5", "in float32", "divided"])
+def test_half_precision(name: str, dtype: torch.dtype) -> None:
+    check_applied(rg.FuseNorm(), model_of(FORMS[name][0]).to(dtype), (X[0].to(dtype),), "trace")
+
+
+REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "unbiased": (lambda m, x: centred(x) / (x.var(-1, keepdim=True) + 1e-5).sqrt(), "unbiased"),
+    "another axis": (lambda m, x: x * (x.square().mean(1, keepdim=True) + 1e-5).rsqrt(), "not its last"),
+    "eps outside": (lambda m, x: x / ((x.square().mean(-1, keepdim=True) + m.w).sqrt()), "should be a number"),
+    "another value": (lambda m, x: x.sin() * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt(), "should be"),
+    "bias": (lambda m, x: x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * m.w + m.b, "adds a bias"),
+    "in float64": (
+        lambda m, x: (x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()).float(),
+        "float64",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    function, word = REFUSED[name]
+    check_refused(rg.FuseNorm(), model_of(function), X, "trace", word)
+
+
+def test_read_elsewhere_is_refused() -> None:
+    def both(m: Any, x: Any) -> Any:
+        scale = (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        return x * scale, scale
+
+    check_refused(rg.FuseNorm(), model_of(both), X, "trace", "also used")
+
+
+def test_a_weight_of_another_dtype_is_refused() -> None:
+    gemma_half = model_of(gemma).half()
+    check_refused(rg.FuseNorm(), gemma_half, (X[0].half(),), "trace", "dtype")
+
+
+def test_without_shapes_it_is_refused() -> None:
+    check_refused(rg.FuseNorm(), model_of(FORMS["no weight"][0]), X, "fx", "not known")
