@@ -7,7 +7,7 @@ rule's `require` to say, so that what is not rewritten has a reason.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -95,14 +95,20 @@ class Calls(Pattern):
 
 @dataclass(frozen=True)
 class Siblings(Pattern):
-    """Groups of two or more calls of one operation on the same input."""
+    """Groups of two or more calls of one operation on the same input.
+
+    Args:
+        operation: The operation.
+        by: What else the calls of a group have in common; all of those on one input are a group where it is left out.
+    """
 
     operation: Operation
+    by: Callable[[Call], Hashable] | None = None
 
     def candidates(self, owner: GraphModule) -> Iterator[tuple[Node, ...]]:
-        groups: dict[Node, list[Node]] = {}
+        groups: dict[Hashable, list[Node]] = {}
         for node in owner.graph.nodes:
             call = read(node, owner)
             if call is not None and call.operation is self.operation and isinstance(call["input"], Node):
-                groups.setdefault(call.input, []).append(node)
+                groups.setdefault((call.input, self.by and self.by(call)), []).append(node)
         yield from (tuple(nodes) for nodes in groups.values() if len(nodes) > 1)

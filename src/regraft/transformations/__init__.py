@@ -11,6 +11,7 @@ from regraft.transformations.fuse_gelu import FuseGelu
 from regraft.transformations.fuse_norm import FuseNorm
 from regraft.transformations.fuse_pad import FusePad
 from regraft.transformations.lint_and_recompile import LintAndRecompile
+from regraft.transformations.merge_convs import MergeConvs
 from regraft.transformations.merge_linears import MergeLinears
 from regraft.transformations.prepack_for_cpu import PrepackForCpu
 from regraft.transformations.reduce_precision import ReducePrecision
@@ -30,6 +31,7 @@ TRANSFORMATIONS = (
     PrepackForCpu,
     FuseAttention,
     FuseNorm,
+    MergeConvs,
     DeepCopy,
     LintAndRecompile,
 )
@@ -47,6 +49,7 @@ __all__ = [
     "FuseNorm",
     "FusePad",
     "LintAndRecompile",
+    "MergeConvs",
     "MergeLinears",
     "PrepackForCpu",
     "ReducePrecision",

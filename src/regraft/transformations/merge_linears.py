@@ -7,12 +7,12 @@ from itertools import accumulate
 
 from torch import nn
 
-from regraft.core.edit import Derived, Edit
+from regraft.core.edit import Edit
 from regraft.core.pattern import Match, Siblings
 from regraft.core.query import Facts, require, that
 from regraft.core.rewrite import Rewrite
-from regraft.core.vocabulary import LINEAR, Call, Weight
-from regraft.core.weights import Concatenate
+from regraft.core.vocabulary import LINEAR
+from regraft.transformations._merge import common_parent, side_by_side
 
 
 class MergeLinears(Rewrite):
@@ -55,12 +55,12 @@ class MergeLinears(Rewrite):
         )
 
         names = [call.where.rpartition(".")[2] for call in calls]
-        name = edit.free_name(".".join(filter(None, (_parent(calls), "_".join(names)))))
+        name = edit.free_name(".".join(filter(None, (common_parent(calls), "_".join(names)))))
         like = first.module or nn.Linear(1, 1, device="meta")
         edit.put_module(
             name,
             like,
-            {"weight": _side_by_side(weights), "bias": _biases(calls, widths) if biases else None},
+            {name: side_by_side(calls, name) for name in ("weight", "bias")},
             in_features=weights[0].tensor.shape[1],
             out_features=sum(widths),
         )
@@ -69,27 +69,3 @@ class MergeLinears(Rewrite):
             edit.replace(call.node, operator.getitem, merged, (Ellipsis, slice(end - width, end)))
             edit.discard(call)
         return f"merged {' + '.join(names)}"
-
-
-def _parent(calls: tuple[Call, ...]) -> str:
-    """The innermost module that holds all the layers."""
-    paths = [call.where.split(".")[:-1] for call in calls]
-    shared: list[str] = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared)
-
-
-def _side_by_side(weights: list[Weight]) -> Derived:
-    shapes = tuple(tuple(weight.tensor.shape) for weight in weights)
-    return Concatenate(0, shapes, (False,) * len(shapes), shapes), weights
-
-
-def _biases(calls: tuple[Call, ...], widths: list[int]) -> Derived:
-    biases = [call.weight("bias") for call in calls]
-    present = [bias for bias in biases if bias is not None]
-    parts = tuple((width,) for width in widths)
-    shapes = tuple(tuple(bias.tensor.shape) for bias in present)
-    return Concatenate(0, parts, tuple(bias is None for bias in biases), shapes), present

@@ -1,0 +1,91 @@
+"""`MergeConvs`: convolutions of one input and one geometry become one, whose output is split."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable
+from itertools import accumulate
+
+from torch import Tensor, nn
+
+from regraft.core.edit import Edit
+from regraft.core.pattern import Match, Siblings
+from regraft.core.query import Facts, require, that
+from regraft.core.rewrite import Rewrite
+from regraft.core.values import value_of
+from regraft.core.vocabulary import CONV, Call
+from regraft.transformations._merge import common_parent, side_by_side
+
+_GEOMETRY = ("stride", "padding", "dilation", "groups", "padding_mode")
+
+
+def _kind(call: Call) -> Hashable:
+    """Equal for convolutions that can be one; those that share nothing else are no candidates for merging."""
+    weight = call.weight("weight")
+    size = tuple(weight.tensor.shape[2:]) if weight is not None else None
+    return size, *(str(getattr(call.module, name, call[name])) for name in _GEOMETRY)
+
+
+class MergeConvs(Rewrite):
+    """Merge convolutions that take the same input with the same kernel size, stride, padding and dilation.
+
+    `[W_1 * x + b_1, W_2 * x + b_2] = [W_1; W_2] * x + [b_1; b_2]`, stacked along the channels: the branches of an
+    inception block, the heads of a detector. Any number of convolutions with one group; a missing bias becomes zeros.
+
+    Example:
+        >>> import torch, regraft as rg
+        >>> class Heads(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.boxes, self.classes = torch.nn.Conv2d(8, 4, 3), torch.nn.Conv2d(8, 6, 3)
+        ...     def forward(self, x):
+        ...         return self.boxes(x), self.classes(x)
+        >>> gm = rg.MergeConvs()(rg.symbolic_trace(Heads()))
+        >>> gm.boxes_classes
+        Conv2d(8, 10, kernel_size=(3, 3), stride=(1, 1))
+    """
+
+    preserves_computation = True
+    pattern = Siblings(CONV, by=_kind)
+
+    def rewrite(self, match: Match, edit: Edit, facts: Facts) -> str:
+        """See `Rewrite.rewrite`."""
+        calls = match.calls
+        require(*(facts.plain(call) for call in calls), *(facts.alone(call) for call in calls), facts.distinct(calls))
+        weights = [weight for call in calls if (weight := call.weight("weight"))]
+        biases = [bias for call in calls if (bias := call.weight("bias"))]
+        widths = [weight.tensor.shape[0] for weight in weights]
+        first, last, x = calls[0], calls[-1], calls[0].input
+        spatial = weights[0].tensor.ndim - 2
+        ranks = {value.ndim for call in calls if (value := value_of(call.node)) is not None}
+        require(
+            facts.agree([(weight.name, weight.tensor) for weight in (*weights, *biases)]),
+            facts.same_mode(calls),
+            facts.unchanged(x, first.node, last.node),
+            *(facts.strides_free(call.node, -1) for call in calls),
+            *(that(call["groups"] == 1, f"{call.where} has {call['groups']} groups") for call in calls),
+            *(that(call.module is not None, f"{call.where} is a function call, not a module") for call in calls),
+            that(ranks <= {spatial + 1, spatial + 2}, f"{first.where} works on other axes"),
+        )
+
+        names = [call.where.rpartition(".")[2] for call in calls]
+        whole = edit.free_name(".".join(filter(None, (common_parent(calls), "_".join(names)))))
+        like = first.module
+        assert isinstance(like, nn.Module)
+        derived = {name: side_by_side(calls, name) for name in ("weight", "bias")}
+        edit.put_module(whole, like, derived, out_channels=sum(widths))
+        merged = edit.insert_module(first.node, whole, x, value=_stacked(first, spatial, sum(widths)))
+        for call, width, end in zip(calls, widths, accumulate(widths), strict=True):
+            index = (Ellipsis, slice(end - width, end), *[slice(None)] * spatial)
+            edit.replace(call.node, operator.getitem, merged, index)
+            edit.discard(call)
+        return f"merged {' + '.join(names)}"
+
+
+def _stacked(first: Call, spatial: int, channels: int) -> Tensor | None:
+    """A fake tensor like the result of the first convolution, with all the channels."""
+    value = value_of(first.node)
+    if value is None:
+        return None
+    axis = value.ndim - spatial - 1
+    return value.new_empty((*value.shape[:axis], channels, *value.shape[axis + 1 :]))

@@ -1,0 +1,78 @@
+"""MergeConvs: convolutions of one input and one geometry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import regraft as rg
+from helpers import Wrap, check_applied, check_refused, randomise
+
+KINDS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+X = {n: (torch.randn(2, 4, *[7] * n),) for n in KINDS}
+
+
+def two(function: Any = None, **parts: nn.Module) -> nn.Module:
+    return randomise(Wrap(function or (lambda m, x: (m.a(x), m.b(x))), **parts)).eval()
+
+
+@pytest.mark.parametrize("form", ["fx", "trace"])
+@pytest.mark.parametrize("axes", KINDS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"bias": False},
+        {"stride": 2, "padding": 1},
+        {"dilation": 2},
+        {"padding": "same"},
+        {"padding": 1, "padding_mode": "circular"},
+    ],
+    ids=str,
+)
+def test_applied(form: str, axes: int, settings: dict[str, Any]) -> None:
+    make = KINDS[axes]
+    gm = check_applied(rg.MergeConvs(), two(a=make(4, 3, 3, **settings), b=make(4, 5, 3, **settings)), X[axes], form)
+    assert gm.get_submodule("a_b").weight.shape[0] == 8
+
+
+def test_some_with_bias_and_without_a_batch() -> None:
+    model = two(a=nn.Conv2d(4, 3, 1), b=nn.Conv2d(4, 5, 1, bias=False))
+    check_applied(rg.MergeConvs(), model, (X[2][0][0],), "fx")
+
+
+def test_those_of_one_geometry_are_merged_and_others_left() -> None:
+    model = two(lambda m, x: (m.a(x), m.b(x), m.c(x)), a=nn.Conv2d(4, 3, 1), b=nn.Conv2d(4, 2, 3), c=nn.Conv2d(4, 5, 1))
+    gm = check_applied(rg.MergeConvs(), model, X[2], "fx")
+    assert {"a_c", "b"} <= set(dict(gm.named_modules()))
+
+
+def _hooked() -> nn.Module:
+    conv = nn.Conv2d(4, 3, 3)
+    conv.register_forward_hook(lambda module, args, result: result * 2)
+    return conv
+
+
+SAME = nn.Conv2d(4, 3, 3)
+REFUSED: dict[str, tuple[nn.Module, str]] = {
+    "groups": (two(a=nn.Conv2d(4, 4, 3, groups=2), b=nn.Conv2d(4, 6, 3, groups=2)), "groups"),
+    "hooks": (two(a=_hooked(), b=nn.Conv2d(4, 3, 3)), "hooks"),
+    "called twice": (
+        two(lambda m, x: m.a(x) + m.a(x) * m.b(x), a=nn.Conv2d(4, 3, 3), b=nn.Conv2d(4, 3, 3)),
+        "called 2 times",
+    ),
+    "frozen": (two(a=nn.Conv2d(4, 3, 3).requires_grad_(False), b=nn.Conv2d(4, 3, 3)), "frozen"),
+    "modes": (two(a=nn.Conv2d(4, 3, 3), b=nn.Conv2d(4, 3, 3)), "training mode"),
+    "view": (two(lambda m, x: (m.a(x).view(2, -1), m.b(x)), a=nn.Conv2d(4, 3, 3), b=nn.Conv2d(4, 3, 3)), "contiguous"),
+    "written": (two(lambda m, x: (m.a(x), x.add_(1), m.b(x)), a=nn.Conv2d(4, 3, 3), b=nn.Conv2d(4, 3, 3)), "in place"),
+}
+REFUSED["modes"][0].a.train()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    model, word = REFUSED[name]
+    check_refused(rg.MergeConvs(), model, X[2], "fx", word)
