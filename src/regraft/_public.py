@@ -41,6 +41,7 @@ from regraft.transformations import (
     PrepackForCpu,
     ReducePrecision,
     RemoveDeadWork,
+    ReplaceActivation,
 )
 from regraft.verify import Culprit, Verification, bisect, verify
 
@@ -73,6 +74,7 @@ __all__ = [
     "Refused",
     "RegraftError",
     "RemoveDeadWork",
+    "ReplaceActivation",
     "Report",
     "ReversalConflict",
     "ReversibleTransformation",

@@ -16,7 +16,7 @@ from torch.fx import Node
 from regraft.core.journal import SiteRecord, WeightRecord
 from regraft.core.query import Facts
 from regraft.core.reversal import Reversal
-from regraft.core.states import MARKS, Changes, Key, Recorder, Slot, is_layer, module_at, write_slot
+from regraft.core.states import MARKS, Changes, Key, Recorder, Slot, is_layer, module_at, rewrite_node, write_slot
 from regraft.core.vocabulary import Call, Weight, attribute
 from regraft.core.weights import Derivation, Same
 
@@ -67,6 +67,15 @@ class Edit:
         if value is not None:
             node.meta["val"] = value
         return node
+
+    def copy(self, node: Node, instead: dict[Node, Node]) -> Node:
+        """A new node before `node` that does the same with other arguments: those that `instead` has."""
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: instead.get(n, n))
+        made = self._create(node, node.op, node.target, args, kwargs, None)
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            made.meta["val"] = value.to(next((n.meta["val"].dtype for n in instead.values() if "val" in n.meta), None))
+        return made
 
     def insert_weight(self, before: Node, name: str) -> Node:
         """A new node that reads the parameter or buffer `name`."""
@@ -165,6 +174,11 @@ class Edit:
             if isinstance(value, Node) and value.op == "get_attr" and value not in self._erased and not value.users:
                 self.discard_weight(value)
 
+    def discard_module(self, name: str) -> None:
+        """Let go of the module `name`, if no node calls it any more."""
+        if self._facts.unread(attribute(self.owner, name)):
+            self._write(name, None)
+
     def discard_weight(self, reader: Node) -> None:
         """Erase a `get_attr` node that nobody reads, and its tensor, if no other node reads that; layers stay whole."""
         tensor, target = attribute(self.owner, str(reader.target)), str(reader.target)
@@ -218,8 +232,7 @@ class Edit:
     def _rewrite(self, node: Node, op: str, target: Any, args: Any, kwargs: Any) -> None:
         self._recorder.node(self._path, node)
         self._facts.forget(node)
-        node.op, node.target = op, target
-        node.args, node.kwargs = args, kwargs
+        rewrite_node(node, op, target, args, kwargs)
         self._facts.note(node, self.owner)
         _mark(node, self._mark)
 

@@ -272,6 +272,10 @@ class Facts(Flow):
         """The writes in the graph of `node`."""
         return self._mutations[self._path_of[id(node.graph)]]
 
+    def read_by(self, value: Any) -> list[Node]:
+        """The nodes that read this module or tensor."""
+        return list(self._readers.get(id(value), ()))
+
     def unread(self, value: Any) -> bool:
         """No node reads this module or tensor."""
         return not self._readers.get(id(value))

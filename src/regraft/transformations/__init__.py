@@ -16,6 +16,7 @@ from regraft.transformations.merge_linears import MergeLinears
 from regraft.transformations.prepack_for_cpu import PrepackForCpu
 from regraft.transformations.reduce_precision import ReducePrecision
 from regraft.transformations.remove_dead_work import RemoveDeadWork
+from regraft.transformations.replace_activation import ReplaceActivation
 
 TRANSFORMATIONS = (
     MergeLinears,
@@ -32,6 +33,7 @@ TRANSFORMATIONS = (
     FuseAttention,
     FuseNorm,
     MergeConvs,
+    ReplaceActivation,
     DeepCopy,
     LintAndRecompile,
 )
@@ -54,4 +56,5 @@ __all__ = [
     "PrepackForCpu",
     "ReducePrecision",
     "RemoveDeadWork",
+    "ReplaceActivation",
 ]

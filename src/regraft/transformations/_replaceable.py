@@ -1,0 +1,70 @@
+"""Which calls an entry of a mapping of activations stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from regraft.core.pattern import Match, Pattern
+from regraft.core.vocabulary import OPERATIONS, Call, Operation, attribute, read
+
+Activation = type[nn.Module] | nn.Module | Callable[..., Any]
+_NOT_COMPUTED = {"input", "inplace", "training"}
+
+
+class Replaceable(Pattern):
+    """Every call of one of some activations: as a module, as a function, as a method."""
+
+    def __init__(self, activations: tuple[Activation, ...]) -> None:
+        self.activations = activations
+
+    def candidates(self, owner: GraphModule) -> Iterator[tuple[Node, ...]]:
+        yield from ((node,) for node in owner.graph.nodes if self.which(node, owner) is not None)
+
+    def match(self, owner: GraphModule, nodes: tuple[Node, ...]) -> Match | None:
+        return Match(owner, (), nodes) if self.which(nodes[0], owner) is not None else None
+
+    def which(self, node: Node, owner: GraphModule) -> Activation | None:
+        """The activation that `node` calls; None where it calls none of them."""
+        if node.op not in ("call_module", "call_function", "call_method"):
+            return None
+        return next((wanted for wanted in self.activations if _calls(node, wanted, owner)), None)
+
+
+def _calls(node: Node, wanted: Activation, owner: GraphModule) -> bool:
+    call = read(node, owner)
+    operation = _operation_of(wanted)
+    if operation is not None:
+        return call is not None and call.operation is operation and _same_settings(call, wanted)
+    module = attribute(owner, str(node.target)) if node.op == "call_module" else None
+    if isinstance(wanted, type):
+        return type(module) is wanted
+    if isinstance(wanted, nn.Module):
+        return type(module) is type(wanted) and module.extra_repr() == wanted.extra_repr()
+    return node.target is wanted
+
+
+def _operation_of(activation: Activation) -> Operation | None:
+    """The operation that is another spelling of the activation, where it has one."""
+    kind = activation if isinstance(activation, type) or not isinstance(activation, nn.Module) else type(activation)
+    return next((o for o in OPERATIONS if kind in o.modules or kind in o.functions), None)
+
+
+def _same_settings(call: Call, wanted: Activation) -> bool:
+    """A class or a function stands for its default settings, a module for its own."""
+    for name in call.operation.names:
+        if name in _NOT_COMPUTED:
+            continue
+        default = call.operation.defaults.get(name)
+        if call[name] != (getattr(wanted, name, default) if isinstance(wanted, nn.Module) else default):
+            return False
+    return True
+
+
+def input_of(node: Node) -> Any:
+    """The value that an activation works on."""
+    values = (*node.args, *node.kwargs.values())
+    return values[0] if values else None

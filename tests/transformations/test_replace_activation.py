@@ -1,0 +1,100 @@
+"""ReplaceActivation: modules, functions, and the settings that tell them apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import regraft as rg
+from helpers import Wrap, assert_same, capture, check_refused, picture, randomise
+
+X = (torch.randn(4, 6) * 3,)
+
+
+def halve(x: torch.Tensor) -> torch.Tensor:
+    return x / 2
+
+
+class Mine(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.slope
+
+
+CASES: dict[str, tuple[Any, Any, Any, Any]] = {
+    "gelu module": (lambda m, x: m.gelu(x), nn.GELU, nn.GELU("tanh"), lambda x: F.gelu(x, approximate="tanh")),
+    "gelu function": (lambda m, x: F.gelu(x), nn.GELU, nn.GELU("tanh"), lambda x: F.gelu(x, approximate="tanh")),
+    "named by its function": (lambda m, x: m.gelu(x), F.gelu, F.relu, F.relu),
+    "silu": (lambda m, x: F.silu(x), nn.SiLU, nn.Hardswish, F.hardswish),
+    "sigmoid method": (lambda m, x: x.sigmoid(), torch.sigmoid, F.hardsigmoid, F.hardsigmoid),
+    "by a function of one's own": (lambda m, x: m.gelu(x), nn.GELU, halve, halve),
+    "by a module of one's own": (lambda m, x: m.gelu(x), nn.GELU, Mine, lambda x: x * 0.3),
+    "with its settings": (lambda m, x: m.leaky(x), nn.LeakyReLU(0.2), nn.ReLU, F.relu),
+}
+
+
+@pytest.mark.parametrize("form", ["fx", "trace"])
+@pytest.mark.parametrize("name", CASES)
+def test_applied(name: str, form: str) -> None:
+    function, old, new, expected = CASES[name]
+    model = Wrap(lambda m, x: function(m, x) + 1, gelu=nn.GELU(), leaky=nn.LeakyReLU(0.2)).eval()
+    caller, gm = picture(model), capture(model, X, form)
+    rule, before = rg.ReplaceActivation({old: new}), picture(gm)
+    assert rule.explain(gm).applied == 1
+    rule(gm)
+    torch.testing.assert_close(gm(*X), expected(X[0]) + 1)
+    assert rule.get_transformed_nodes(gm)
+    rule(gm)
+    assert not rg.history(gm)[-1].applied
+    assert_same(caller, picture(model))
+    rule(gm, reverse=True)
+    assert_same(before, picture(gm))
+
+
+def test_each_call_of_a_shared_module() -> None:
+    gm = capture(Wrap(lambda m, x: m.act(x) + m.act(x + 1), act=nn.SiLU()).eval(), X, "fx")
+    rg.ReplaceActivation()(gm)
+    assert len(rg.history(gm)[-1].applied) == 2
+    torch.testing.assert_close(gm(*X), F.hardswish(X[0]) + F.hardswish(X[0] + 1))
+    rg.undo(gm)
+    torch.testing.assert_close(gm(*X), F.silu(X[0]) + F.silu(X[0] + 1))
+
+
+def test_each_site_gets_parameters_of_its_own() -> None:
+    gm = capture(Wrap(lambda m, x: m.b(m.a(x)), a=nn.SiLU(), b=nn.SiLU()).eval(), X, "fx")
+    rg.ReplaceActivation({nn.SiLU: nn.PReLU()})(gm)
+    assert gm.get_submodule("a").weight is not gm.get_submodule("b").weight
+
+
+@pytest.mark.parametrize("module", [nn.GELU("tanh"), nn.LeakyReLU(0.1), nn.ReLU()])
+def test_other_settings_and_other_activations_stay(module: nn.Module) -> None:
+    gm = capture(Wrap(lambda m, x: m.act(x), act=module).eval(), X, "fx")
+    rg.ReplaceActivation({nn.GELU: nn.ReLU, nn.LeakyReLU: nn.ReLU})(gm)
+    assert not rg.history(gm)[-1].applied
+
+
+def test_hooks_are_refused() -> None:
+    act = nn.SiLU()
+    act.register_forward_hook(lambda module, args, result: result * 2)
+    check_refused(rg.ReplaceActivation(), Wrap(lambda m, x: m.act(x), act=act), X, "fx", "hooks")
+
+
+@pytest.mark.parametrize("function", [lambda m, x: F.silu(x, inplace=True) + x, lambda m, x: m.act(x) + x])
+def test_in_place_is_refused(function: Any) -> None:
+    check_refused(rg.ReplaceActivation(), Wrap(function, act=nn.SiLU(inplace=True)), X, "fx", "in place")
+
+
+def test_in_a_model() -> None:
+    net = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6), nn.SiLU())
+    model = randomise(net).eval()
+    gm = rg.ReplaceActivation()(rg.trace(model, X))
+    assert len(rg.history(gm)[-1].applied) == 2
+    assert not rg.ReplaceActivation().preserves_computation
+    assert float((gm(*X) - model(*X)).abs().max()) < 0.3
