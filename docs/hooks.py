@@ -4,10 +4,12 @@ import importlib.util
 import inspect
 import re
 import textwrap
+from pathlib import Path
 
 from mkdocs.structure.files import File
 
 _NO_RUN = re.compile(r"^([ \t]*```)(python|pycon) no-run: (.+?)[ \t]*$", re.MULTILINE)
+_SECTION = re.compile(r"^(?=(?:Args|Attributes|Examples?|Raises|Returns|Note|Source|References):$)", re.MULTILINE)
 _FOLDER = "transformations"
 
 
@@ -17,7 +19,7 @@ def on_config(config):
         raise SystemExit("the pages of the transformations come from their docstrings: pip install -e . first")
     pages = [{"Overview": f"{_FOLDER}/index.md"}]
     pages += [{cls.__name__: f"{_FOLDER}/{name}.md"} for name, cls in _transformations().items()]
-    config.nav = [*(config.nav or []), {"Transformations": pages}]
+    config.nav = [*(config.nav or []), {"Transformations": pages}, {"Decisions": _decisions(config)}]
     return config
 
 
@@ -50,6 +52,13 @@ def page(name, cls):
     return f"# {cls.__name__}\n\n{summary}\n\n{listed}\n\n{_sections(rest)}\n"
 
 
+def _decisions(config):
+    """The index first, then the decisions in the order of their numbers."""
+    folder = Path(config.docs_dir) / "decisions"
+    names = sorted(path.name for path in folder.glob("[0-9]*.md"))
+    return [f"decisions/{name}" for name in ("index.md", *names) if (folder / name).exists()]
+
+
 def _transformations():
     from regraft.cli.choosing import known
 
@@ -65,7 +74,7 @@ def _parts(cls):
 def _sections(text):
     """Google's sections as Markdown: arguments as a list, examples as code."""
     done = []
-    for part in re.split(r"^(?=(?:Args|Attributes|Example|Examples|Raises|Returns|Note|Source|References):$)", text, flags=re.M):
+    for part in _SECTION.split(text):
         head, colon, body = part.partition(":\n")
         if not colon or "\n" in head or not head.isalpha():
             done.append(part.strip())
@@ -73,5 +82,6 @@ def _sections(text):
             done.append(f"## {head}\n\n```pycon\n{textwrap.dedent(body).strip()}\n```")
         else:
             items = re.sub(r"\n\s+(?!\S+:)", " ", textwrap.dedent(body).strip())
-            done.append(f"## {head}\n\n" + re.sub(r"^(\S+?):\s+", r"- `\1`: ", items, flags=re.M))
+            listed = re.sub(r"^(\S+?):\s+", r"- `\1`: ", items, flags=re.MULTILINE)
+            done.append(f"## {'Options' if head == 'Args' else head}\n\n{listed}")
     return "\n\n".join(part for part in done if part)

@@ -9,6 +9,7 @@ Run as a script with a Markdown file, this module runs that file's blocks.
 from __future__ import annotations
 
 import doctest
+import importlib.util
 import os
 import re
 import subprocess
@@ -182,6 +183,22 @@ def test_links_inside_the_project_lead_somewhere(page: Path) -> None:
     targets = [t.split("#")[0] for t in re.findall(r"\]\(([^)\s]+)", text) if not re.match(r"\w+:|#", t)]
     missing = [target for target in targets if not (page.parent / target).exists()]
     assert not missing, f"{page_id(page)} links to {missing}"
+
+
+def test_every_transformation_has_a_page() -> None:
+    pytest.importorskip("mkdocs")
+    from regraft.cli.choosing import known
+
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+    assert spec
+    assert spec.loader
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    for name, cls in known().items():
+        page = hooks.page(name, cls)
+        assert page.startswith(f"# {cls.__name__}\n")
+        assert "```pycon\n>>>" in page
+        assert "Args:" not in page
 
 
 # The machinery itself.

@@ -29,12 +29,14 @@ class Encoder(nn.Module):
         super().__init__()
         self.conv, self.norm = nn.Conv1d(4, 8, 1), nn.BatchNorm1d(8)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.intermediate_with_a_name_longer_than_a_phone_is_wide = nn.Sequential(nn.Conv1d(8, 8, 1), nn.BatchNorm1d(8))
         self.left = nn.Linear(8, 3)
         self.right = nn.Linear(8, 3)
         self.right.weight = self.left.weight
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        x = torch.relu(self.norm(self.conv(x))).transpose(1, 2)
+        x = torch.relu(self.norm(self.conv(x)))
+        x = self.intermediate_with_a_name_longer_than_a_phone_is_wide(x).transpose(1, 2)
         for block in self.blocks:
             x = block(x)
         return {"left": self.left(x), "<right> & more": self.right(x)}

@@ -49,7 +49,7 @@ def test_a_module_is_found(window: browser.Browser) -> None:
 
 def test_all_open_and_close(window: browser.Browser) -> None:
     window.click("#open")
-    assert visible(window, "svg.graph") == 10
+    assert visible(window, "svg.graph") == 12
     window.click("#close")
     assert visible(window, ".site") == 0
 

@@ -54,7 +54,7 @@ def test_the_page_says_what_was_done_and_what_not(page: str) -> None:
     for said in ("FoldBatchNorm", "MergeLinears", "blocks.1", "refused", "verified", "error against float64 along"):
         assert said in page
     assert "output[&#39;&lt;right&gt; &amp; more&#39;]" in page
-    assert page.count('class="graph"') == 2 * 5  # a norm, two divisions and two attentions, before and after
+    assert page.count('class="graph"') == 2 * 6  # two norms, divisions and attentions, before and after
 
 
 def test_nothing_verified_and_nothing_measured_is_said(result: Any) -> None:
@@ -79,7 +79,7 @@ def test_a_failed_verification_is_shown(result: Any) -> None:
 
 def test_pages_bear_so_many_pictures_and_no_more(result: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(html, "_MOST_DRAWINGS", 1)
-    assert html.page(result)["left_out"] == 4
+    assert html.page(result)["left_out"] == 5
 
 
 def test_plots_are_written(result: Any, tmp_path: Path) -> None:
