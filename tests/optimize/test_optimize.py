@@ -207,6 +207,14 @@ def test_how_it_is_shown() -> None:
     assert plain["graphs"][0]["name"] == "forward"
 
 
+def test_the_report_is_a_page(tmp_path) -> None:
+    pytest.importorskip("jinja2")
+    pytest.importorskip("matplotlib")
+    result = run(heads(), (image(),), transformations=[rg.FoldBatchNorm(), rg.MergeLinears()], **ALL)
+    page = result.report(tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "FoldBatchNorm" in page
+
+
 def test_a_transformers_model_needs_no_example() -> None:
     result = run(bert(), transformations="MergeLinears", **ALL)
     assert result.verification.ok

@@ -51,6 +51,9 @@ class Entry:
         self.engine: Any = None
         self.sizes = tuple(_sizes(gm, sample))
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "engine": None}  # an engine belongs to a process; a copy runs the graph itself
+
     def matches(self, call: Mapping[str, Any]) -> bool:
         """Whether a call has the same arguments, and tensors of the same kinds in them.
 

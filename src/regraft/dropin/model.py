@@ -76,8 +76,10 @@ def _make_class(base: type[nn.Module]) -> type[nn.Module]:
         result = self._regraft.run(self, args, kwargs)
         return original(self, *args, **kwargs) if result is NOTHING else result
 
+    inherited_load = base.load_state_dict
+
     def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = base.load_state_dict(self, *args, **kwargs)
+        result = inherited_load(self, *args, **kwargs)
         self._regraft.check(self)  # now, because a compiler that traces the next call cannot look
         return result
 
@@ -101,7 +103,7 @@ def _make_class(base: type[nn.Module]) -> type[nn.Module]:
         "__qualname__": base.__qualname__,
         _KEY: None,
         "forward": forward,
-        "load_state_dict": functools.wraps(base.load_state_dict)(load_state_dict),
+        "load_state_dict": functools.wraps(inherited_load)(load_state_dict),
         "_apply": apply,
         "__reduce_ex__": reduce,
         "__setstate__": setstate,

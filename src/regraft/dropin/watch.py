@@ -18,8 +18,10 @@ _trainable = attrgetter("requires_grad")
 
 
 #: what saving, a pipeline or a loss writes into the config of a transformers model, and no forward computes with
-_BOOKKEEPING = ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "_commit_hash")
-_BOOKKEEPING += ("task_specific_params", "id2label", "label2id", "problem_type")
+_BOOKKEEPING = (
+    *("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "_commit_hash"),
+    *("task_specific_params", "id2label", "label2id", "problem_type"),
+)
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:

@@ -11,17 +11,19 @@ from torch.export import ExportedProgram
 
 from regraft.dropin import Entry, Grafts, make_dropin
 from regraft.optimize import presets, saving
+from regraft.optimize.engines import ENGINES, adopt_engine
+from regraft.optimize.engines.choosing import expect_installed
 from regraft.optimize.progress import Progress
 from regraft.optimize.result import GraphResult, Optimized
 from regraft.optimize.sharing import share_weights
-from regraft.optimize.steps import Stepper, clock
+from regraft.optimize.steps import Stepper, clock, worst_sentence
 from regraft.optimize.subjects import Graph, Subject, subject_of
-from regraft.verify import Case, Comparison, Verification, compare_speed
+from regraft.verify import Comparison, Verification, compare_speed
 from regraft.verify import verify as compare_results
 
 logger = logging.getLogger("regraft")
 
-_ENGINES = ("torch", "inductor", "onnxruntime", "openvino", "auto")
+_ENGINES = ("torch", *ENGINES, "auto")
 # What does not preserve the computation is held to this instead of to the error that the model has itself.
 _LOOSE = {"rtol": 0.1, "atol": 0.1}
 
@@ -64,6 +66,7 @@ def optimize(
         CaptureError: The model cannot be captured; the message names the line of its source and the cure.
         TypeError: An argument is not what it should be; the message shows the corrected call.
         ValueError: There is no such preset, engine or way to keep.
+        ImportError: The engine is not installed; the message shows how to install it.
 
     Example:
         >>> import torch, regraft as rg
@@ -79,6 +82,7 @@ def optimize(
         raise ValueError(f'keep={keep!r}, but takes "measured" or "all"')
     if engine not in _ENGINES:
         raise ValueError(f"engine={engine!r}, but takes one of {', '.join(map(repr, _ENGINES))}")
+    expect_installed(engine)
     if seconds <= 0:
         raise ValueError(f"seconds={seconds}, but has to be positive")
     with Progress(total=len(chosen) + 3) as progress:
@@ -129,12 +133,12 @@ class _Work:
                 if found.ok:
                     break
                 if stepper.results[index].kept:
-                    stepper.take_back(index, f"taken back, {_worst(found)}")
+                    stepper.take_back(index, f"taken back, {worst_sentence(found)}")
                     found = self._compared(stepper)
             self.verifications[stepper.graph.name] = found
             if not found.ok:
                 self.verdicts[stepper.graph.name] = (
-                    f"the original is kept: even the graph alone is off, {_worst(found)}"
+                    f"the original is kept: even the graph alone is off, {worst_sentence(found)}"
                 )
 
     def _compared(self, stepper: Stepper) -> Verification:
@@ -157,12 +161,11 @@ class _Work:
     def measure(self, engine: str) -> None:
         """Time what came of each graph against the original, and let go of what does not pay."""
         if engine != "torch":
-            from regraft.optimize.engines import adopt_engine
-
             for graph in self.graphs:
                 self.progress.next(f"{graph.name}: {engine}")
                 if graph.name in self.entries:
-                    self.engines[graph.name] = adopt_engine(engine, graph, self.entries[graph.name], self.seconds)
+                    entry = self.entries[graph.name]
+                    self.engines[graph.name] = adopt_engine(engine, graph, entry, self.seconds, self.measured)
         for graph in self.graphs:
             if graph.name in self.verdicts:
                 continue
@@ -226,14 +229,3 @@ class _Work:
         if subject.twin is None or subject.reader is None:
             return self.graphs[0].gm
         return make_dropin(subject.twin, Grafts(subject.reader, list(self.entries.values())))
-
-
-def _worst(found: Verification) -> str:
-    for case in found.cases:
-        for problem in case.problems:
-            return f"on {case.label} {problem}"
-    worst: tuple[Case, Any] | None = found.worst
-    if worst is None:
-        return "the results differ"
-    case, leaf = worst
-    return f"on {case.label} {leaf.name} {leaf.problem}"

@@ -15,13 +15,13 @@ from regraft.transformations import TRANSFORMATIONS
 _SIMPLIFY = ("RemoveDeadWork", "FoldBatchNorm", "FusePad")
 _FUSE = ("FuseAttention", "FuseNorm", "FuseGelu", "FoldScale", "ChangeTrueDivToMulByInverse")
 _MERGE = ("MergeLinears", "MergeConvs")
-_PACK = ("PrepackForCpu",)
+PACKING = ("PrepackForCpu",)
 
 PRESETS: dict[str, tuple[str, ...]] = {
     # computes the same, to within the rounding that the model has itself
-    "exact": (*_SIMPLIFY, *_FUSE, *_MERGE, *_PACK),
+    "exact": (*_SIMPLIFY, *_FUSE, *_MERGE, *PACKING),
     # also what changes the result by more than that; the error is shown
-    "fast": (*_SIMPLIFY, *_FUSE, "ReplaceActivation", *_MERGE, "ReducePrecision", *_PACK),
+    "fast": (*_SIMPLIFY, *_FUSE, "ReplaceActivation", *_MERGE, "ReducePrecision", *PACKING),
     # what a compiler does not find by itself, and nothing that it does better
     "compile": (*_SIMPLIFY, "FuseAttention", *_MERGE),
 }

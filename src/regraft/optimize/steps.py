@@ -15,7 +15,7 @@ from regraft.core.journal import Step
 from regraft.core.report import Report
 from regraft.core.transformation import Transformation
 from regraft.optimize.subjects import Graph
-from regraft.verify import Comparison, compare_speed
+from regraft.verify import Comparison, Verification, compare_speed
 
 
 @dataclass(frozen=True)
@@ -158,3 +158,18 @@ def _why_nothing(records: Sequence[Step]) -> str:
         return "nothing to do: no candidate site"
     more = f" (and {len(refusals) - 1} more)" if len(refusals) > 1 else ""
     return f"nothing done, {refusals[0].where} was refused: {refusals[0].reason}{more}"
+
+
+def worst_sentence(found: Verification) -> str:
+    """What is wrong by most, as the end of a sentence.
+
+    Args:
+        found: A verification that is not ok.
+    """
+    for case in found.cases:
+        for problem in case.problems:
+            return f"on {case.label} {problem}"
+    if found.worst is None:
+        return "the results differ"
+    case, leaf = found.worst
+    return f"on {case.label} {leaf.name} {leaf.problem}"

@@ -1,0 +1,145 @@
+"""Which engine runs a graph: each is tried, verified and measured."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import GraphModule
+
+from regraft.core.history import history, undo
+from regraft.dropin import Entry, caches
+from regraft.optimize.engines.flat import Engine, Flat
+from regraft.optimize.presets import PACKING
+from regraft.optimize.steps import clock, worst_sentence
+from regraft.optimize.subjects import Graph
+from regraft.verify import Comparison, compare_speed, verify
+
+logger = logging.getLogger("regraft")
+
+#: the engines by name: the file here that knows each, and the packages that it needs
+ENGINES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "inductor": ("inductor", ()),
+    "onnxruntime": ("onnx_runtime", ("onnx", "onnxscript", "onnxruntime")),
+    "openvino": ("open_vino", ("openvino",)),
+}
+# An engine may order sums otherwise than torch does, and there are as many in a row as the model is deep.
+_FACTOR = 4.0
+
+
+@dataclass(frozen=True)
+class EngineResult:
+    """What was tried to run a graph, and which was taken.
+
+    Args:
+        engine: The engine that runs it.
+        tried: For each engine that was tried, what came of it as a sentence.
+        comparisons: For each that is right, its time against that of the rewritten graph without an engine.
+    """
+
+    engine: str
+    tried: dict[str, str]
+    comparisons: dict[str, Comparison]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain data."""
+        found = {name: comparison.to_dict() for name, comparison in self.comparisons.items()}
+        return {"engine": self.engine, "tried": self.tried, "comparisons": found}
+
+    def __str__(self) -> str:
+        return f"run by {self.engine}; " + "; ".join(f"{name}: {sentence}" for name, sentence in self.tried.items())
+
+
+def missing_packages(name: str) -> tuple[str, ...]:
+    """The packages that an engine needs and that are not installed.
+
+    Args:
+        name: The engine.
+    """
+    return tuple(package for package in ENGINES[name][1] if importlib.util.find_spec(package) is None)
+
+
+def expect_installed(name: str) -> None:
+    """Make sure that an engine that was asked for by name is there.
+
+    Args:
+        name: The engine.
+
+    Raises:
+        ImportError: It is not; the message shows how to install it.
+    """
+    missing = missing_packages(name) if name in ENGINES else ()
+    if missing:
+        raise ImportError(f"engine={name!r} needs {', '.join(missing)}: pip install 'regraft[{name}]'")
+
+
+def adopt_engine(wanted: str, graph: Graph, entry: Entry, seconds: float, measured: bool) -> EngineResult:
+    """Let an engine run a graph, where it is right and, if that is measured, faster.
+
+    Args:
+        wanted: The engine's name; `"auto"` for the fastest of those installed.
+        graph: The graph.
+        entry: What the drop-in runs; its engine is set.
+        seconds: How long to measure each.
+        measured: Whether one that is not faster is left.
+    """
+    tried: dict[str, str] = {}
+    comparisons: dict[str, Comparison] = {}
+    best, taken = 1.0, "torch"
+    for name in [name for name in ENGINES if not missing_packages(name)] if wanted == "auto" else [wanted]:
+        engine = _built(name, graph, tried)
+        if engine is None:
+            continue
+        found = compare_speed(graph.runner(graph.gm.forward), graph.runner(_by_name(engine)), **clock(seconds))
+        tried[name], comparisons[name] = found.reason, found
+        wins = found.faster and found.ratio < best
+        if wins or (wanted == name and not measured):
+            best, taken, entry.engine = found.ratio, name, engine
+    logger.info("%s is run by %s: %s", graph.name, taken, tried)
+    return EngineResult(taken, tried, comparisons)
+
+
+def _built(name: str, graph: Graph, tried: dict[str, str]) -> Engine | None:
+    """The engine for a graph, if it can be had and is right."""
+    args, kwargs = graph.inputs
+    if args:
+        tried[name] = "not tried: the call has positional arguments; give them by name"
+        return None
+    try:
+        flat = Flat(_unpacked(graph.gm), kwargs)
+        engine = Engine(flat, importlib.import_module(f"regraft.optimize.engines.{ENGINES[name][0]}").build(flat))
+    except Exception as error:  # whatever an engine raises that has no form for a graph
+        text = (str(error).strip().splitlines() or [""])[0]
+        tried[name] = f"cannot run it ({type(error).__name__}: {text[:160]})"
+        return None
+    found = verify(graph.reference, _candidate(graph, engine), (), kwargs, extra_inputs=graph.more, factor=_FACTOR)
+    if not found.ok:
+        tried[name] = f"is not right: {worst_sentence(found)}"
+        return None
+    return engine
+
+
+def _unpacked(gm: GraphModule) -> GraphModule:
+    """The graph without the layers that are packed for torch's own kernels, which no engine knows."""
+    packed = [step for step in history(gm) if step.transformation in PACKING]
+    if not packed:
+        return gm
+    twin = copy.copy(gm)
+    for step in reversed(packed):
+        undo(twin, step)
+    return twin
+
+
+def _by_name(engine: Engine) -> Callable[..., Any]:
+    return lambda **kwargs: engine(kwargs)
+
+
+def _candidate(graph: Graph, engine: Engine) -> Callable[..., Any]:
+    if graph.cache is None:
+        return _by_name(engine)
+    return lambda **kwargs: caches.fill(kwargs["past_key_values"], engine(kwargs))

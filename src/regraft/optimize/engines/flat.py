@@ -1,0 +1,121 @@
+"""A graph as a function of a flat list of tensors, with a flat list of results: what every engine takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import Dim, ExportedProgram
+from torch.fx import GraphModule
+from torch.fx.graph import CodeGen
+from torch.utils import _pytree as pytree
+
+from regraft.capture.codegen import CallingCodeGen
+from regraft.core.fx_private import codegen_of
+from regraft.core.graph_module import GraphModule as OwnGraphModule
+
+Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+class Flat:
+    """A graph module, taken apart into its tensors.
+
+    Args:
+        gm: The graph module; it is not changed.
+        call: A call of it, by name.
+    """
+
+    def __init__(self, gm: GraphModule, call: Mapping[str, Any]) -> None:
+        self.module = OwnGraphModule.__copy__(gm)  # type: ignore[arg-type]
+        self.module.graph.set_codegen(CodeGen())
+        self.module.recompile()
+        codegen = codegen_of(gm.graph)
+        self._calling = codegen.calling if isinstance(codegen, CallingCodeGen) else None
+        self._leaves = codegen.leaves if isinstance(codegen, CallingCodeGen) else []
+        holders = self.module.graph.find_nodes(op="placeholder")
+        self._names = [str(node.target) for node in holders]
+        self.values = [node.meta.get("val") for node in holders]
+        self.sample = self.take(call)
+        with torch.no_grad():
+            results, self._spec = pytree.tree_flatten(gm.forward(**call))
+        self._constants = [None if isinstance(result, Tensor) else (result,) for result in results]
+
+    def take(self, call: Mapping[str, Any]) -> list[Tensor]:
+        """The tensors of a call, in the order of the graph's inputs.
+
+        Args:
+            call: The call, by name.
+
+        Raises:
+            TypeError: The graph does not hold for these sizes or constants.
+        """
+        if self._calling is None:
+            return [call[name] for name in self._names]
+        given = tuple(call.get(argument.name, argument.constant) for argument in self._calling.arguments)
+        leaves = dict(zip(self._leaves, self._calling.bind(given)))
+        return [leaves[name] for name in self._names]
+
+    def give(self, results: Sequence[Tensor]) -> Any:
+        """What the model returns, from the tensors among it.
+
+        Args:
+            results: The tensors, in order.
+        """
+        tensors = iter(results)
+        leaves = [next(tensors) if constant is None else constant[0] for constant in self._constants]
+        return pytree.tree_unflatten(leaves, self._spec)
+
+    @property
+    def varying(self) -> list[dict[int, Any]]:
+        """For each input the axes whose size varies."""
+        sizes: list[tuple[Any, ...]] = [
+            tuple(value.shape) if isinstance(value, Tensor) else () for value in self.values
+        ]
+        return [{axis: Dim.AUTO for axis, size in enumerate(s) if isinstance(size, torch.SymInt)} for s in sizes]
+
+    def exported(self) -> ExportedProgram:
+        """The graph as an exported program that takes and gives tensors alone."""
+        axes = self.varying
+        sample = []
+        for tensor, varying in zip(self.sample, axes):
+            for axis in varying:  # export takes an axis of size one for a fixed one
+                tensor = torch.cat([tensor, tensor], dim=axis) if tensor.shape[axis] == 1 else tensor
+            sample.append(tensor)
+        with torch.no_grad():
+            return torch.export.export(
+                _Tensors(self.module), tuple(sample), dynamic_shapes=(tuple(axes),), strict=False
+            )
+
+
+class _Tensors(torch.nn.Module):
+    """A graph module that returns its tensors in a tuple."""
+
+    def __init__(self, module: GraphModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(leaf for leaf in pytree.tree_leaves(self.module(*inputs)) if isinstance(leaf, Tensor))
+
+
+class Engine:
+    """A graph that an engine runs.
+
+    Args:
+        flat: The graph.
+        run: The engine: from the graph's inputs to its results.
+    """
+
+    def __init__(self, flat: Flat, run: Run) -> None:
+        self._flat = flat
+        self._run = run
+
+    def __call__(self, call: Mapping[str, Any]) -> Any:
+        """Run a call.
+
+        Args:
+            call: The call, by name.
+        """
+        return self._flat.give(self._run(self._flat.take(call)))

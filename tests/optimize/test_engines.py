@@ -1,0 +1,96 @@
+"""An engine runs a rewritten graph where it is right; everything else about the model stays as it is."""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import pytest
+import torch
+from models import decoder, heads, ids, image
+
+import regraft as rg
+from regraft.dropin import grafts_of
+from regraft.optimize.engines import ENGINES, choosing
+from regraft.optimize.engines.flat import Flat
+
+EXACT = {"transformations": [rg.FoldBatchNorm(), rg.MergeLinears()], "seconds": 0.01}
+
+
+def available(name: str) -> None:
+    if choosing.missing_packages(name):
+        pytest.skip(f"{name} is not installed")
+
+
+@pytest.mark.parametrize("name", ["onnxruntime", "openvino", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_an_engine_runs_the_model(name: str) -> None:
+    available(name)
+    model = heads()
+    result = rg.optimize(model, kwargs={"x": image()}, engine=name, keep="all", verify=False, **EXACT)
+    assert result.graphs[0].engine.engine == name, result
+    entry = grafts_of(result.model).entries[0]
+    for batch in (1, 5):
+        with torch.no_grad():
+            found, expected = result.model(image(batch)), model(image(batch))
+        assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(found, expected, strict=True))
+    assert grafts_of(result.model).calls["forward"] >= 2
+    other = copy.deepcopy(result.model)
+    assert grafts_of(other).entries[0].engine is None
+    result.undo()
+    assert entry.engine is None
+
+
+@pytest.mark.slow
+def test_an_engine_decodes_with_a_cache() -> None:
+    available("onnxruntime")
+    model = decoder("Llama")
+    result = rg.optimize(
+        model, kwargs={"input_ids": ids()}, engine="onnxruntime", keep="all", transformations=[], seconds=0.01
+    )
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    assert torch.equal(result.model.generate(ids(1, 5), **options), model.generate(ids(1, 5), **options))
+    assert {graph.engine.engine for graph in result.graphs} == {"onnxruntime"}, result
+
+
+def test_an_engine_that_is_wrong_or_fails_is_not_taken(monkeypatch) -> None:
+    model = heads()
+
+    def fails(flat: Flat):
+        raise RuntimeError("no form for this")
+
+    monkeypatch.setattr(sys.modules["regraft.optimize.engines.choosing"].importlib, "import_module", lambda name: made)
+    for build, sentence in (
+        (lambda flat: lambda inputs: [result + 1 for result in flat.module(*inputs)], "is not right"),
+        (fails, "cannot run it (RuntimeError: no form for this)"),
+    ):
+        made = type("Adapter", (), {"build": staticmethod(build)})
+        result = rg.optimize(model, kwargs={"x": image()}, engine="inductor", keep="all", **EXACT)
+        assert result.graphs[0].engine.engine == "torch"
+        assert sentence in str(result)
+        assert grafts_of(result.model).entries[0].engine is None
+
+
+def test_auto_takes_the_fastest_that_is_right(monkeypatch) -> None:
+    from regraft.verify import Comparison
+
+    ratios = {"inductor": 0.9, "onnxruntime": 0.5, "openvino": 1.5}
+    build = lambda flat: lambda inputs: flat.module(*inputs)
+    monkeypatch.setattr(choosing, "missing_packages", lambda name: ())
+    monkeypatch.setattr(choosing.importlib, "import_module", lambda name: type("A", (), {"build": staticmethod(build)}))
+    left = iter(ratios.values())
+    assert list(ratios) == list(ENGINES)
+
+    def compare(*programs, **clock) -> Comparison:
+        ratio = next(left)
+        return Comparison(1.0, ratio, ratio, ratio - 0.05, ratio + 0.05, (ratio,) * 10, 1)
+
+    monkeypatch.setattr(choosing, "compare_speed", compare)
+    result = rg.optimize(heads(), kwargs={"x": image()}, engine="auto", keep="all", **EXACT)
+    assert result.graphs[0].engine.engine == "onnxruntime"
+    assert set(result.graphs[0].engine.comparisons) == set(ratios)
+
+
+def test_an_engine_that_is_not_installed_says_how_to_get_it(monkeypatch) -> None:
+    monkeypatch.setattr(choosing, "missing_packages", lambda name: ("openvino",))
+    with pytest.raises(ImportError, match=r"pip install 'regraft\[openvino\]'"):
+        rg.optimize(heads(), (image(),), engine="openvino")
