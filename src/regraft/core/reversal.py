@@ -13,7 +13,20 @@ from torch.fx.node import map_aggregate
 
 from regraft.core.fx_private import release_name
 from regraft.core.order import placed
-from regraft.core.states import MARKS, TABLES, Changes, Key, NodeState, Ref, Slot, module_at, refs, same, write_slot
+from regraft.core.states import (
+    MARKS,
+    TABLES,
+    Changes,
+    Key,
+    NodeState,
+    Ref,
+    Slot,
+    module_at,
+    refs,
+    rewrite_node,
+    same,
+    write_slot,
+)
 
 
 class Conflict(Exception):
@@ -165,10 +178,11 @@ class _GraphReversal:
     def _write(
         self, node: Node, before: NodeState, after: NodeState, args: Any, kwargs: Any, signatures: set[str] | None
     ) -> None:
-        if before is after or (before.op, before.target) != (after.op, after.target):
-            node.op, node.target = before.op, before.target
-        node.args, node.kwargs = self._decode(args), self._decode(kwargs)
-        node.type = before.type
+        moved = before is after or (before.op, before.target) != (after.op, after.target)
+        op, target = (before.op, before.target) if moved else (node.op, node.target)
+        rewrite_node(node, op, target, self._decode(args), self._decode(kwargs))
+        if node.type is not before.type:
+            node.type = before.type
         if signatures is None:
             node.meta = dict(before.meta)
             return

@@ -208,6 +208,15 @@ class Recorder:
         return result
 
 
+def rewrite_node(node: Node, op: str, target: Any, args: Any, kwargs: Any) -> None:
+    """Make `node` compute something else. What stays is not set again: fx keeps an index, and each setting costs."""
+    if (node.op, node.target) != (op, target):
+        node.op, node.target = op, target
+    node.args = args
+    if kwargs or node.kwargs:
+        node.kwargs = kwargs
+
+
 def write_slot(parent: nn.Module, name: str, slot: Slot | None) -> None:
     """Make `name` of `parent` hold `slot`, in its place in the table if the table already has the name."""
     for kind in (*TABLES, "__dict__"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 from dataclasses import dataclass
@@ -50,8 +51,12 @@ class ChangeTrueDivToMulByInverse(Rewrite):
                 weight is not None or _number(divisor), f"{call.where}: the divisor is not a constant number or buffer"
             ),
         )
-        require(facts.tensor(call["input"]), facts.smooth(call.node) if _inexact(weight, divisor) else None)
-        require(_invertible(call, weight.tensor if weight else torch.tensor(float(divisor), dtype=_dtype(call))))
+        values = _number_range(call, divisor) if weight is None else _tensor_range(weight.tensor)
+        require(
+            facts.tensor(call["input"]),
+            None if values and values.exact else facts.smooth(call.node),
+            _invertible(call, values),
+        )
         if weight is not None and weight.node is not None:
             trained = f"{weight.name} is trainable, and its inverse would be trained otherwise; freeze it"
             require(facts.plain_tensor(weight), facts.untouched(weight.node), that(not _trained(weight), trained))
@@ -86,20 +91,33 @@ def _trained(weight: Weight) -> bool:
     return weight.tensor.requires_grad
 
 
-def _inexact(weight: Any, divisor: Any) -> bool:
-    """Whether the inverse is rounded: it is not where the divisor is a power of two."""
-    values = weight.tensor.detach() if weight is not None else torch.tensor(float(divisor), dtype=torch.float64)
-    return values.is_meta or not bool((torch.frexp(values.double())[0].abs() == 0.5).all())
+@dataclass(frozen=True)
+class _Range:
+    """What matters of a divisor: its dtype, the smallest and largest magnitude, whether all are powers of two."""
+
+    dtype: torch.dtype
+    smallest: float
+    largest: float
+    exact: bool
 
 
-def _invertible(call: Call, divisor: Tensor) -> str | None:
-    if divisor.is_meta:
-        return f"{call.where}: the divisor is on the meta device, so its value is not known"
-    if not divisor.dtype.is_floating_point:
-        return f"{call.where}: the divisor is a tensor of {divisor.dtype}, whose quotient has another dtype"
-    limits = torch.finfo(divisor.dtype)
-    inverse = 1 / divisor.detach().double()
-    normal = divisor.isfinite() & (inverse.abs() >= limits.tiny) & (inverse.abs() <= limits.max)
-    return that(
-        bool(normal.all()), f"{call.where}: the divisor has no inverse among the normal {divisor.dtype} numbers"
-    )
+def _number_range(call: Call, divisor: float) -> _Range:
+    return _Range(_dtype(call), abs(divisor), abs(divisor), abs(math.frexp(divisor)[0]) == 0.5)
+
+
+def _tensor_range(divisor: Tensor) -> _Range | None:
+    if divisor.is_meta or not divisor.numel():
+        return None
+    values = divisor.detach().double().abs()
+    exact = bool((torch.frexp(values)[0] == 0.5).all())
+    return _Range(divisor.dtype, float(values.min()), float(values.max()), exact)
+
+
+def _invertible(call: Call, values: _Range | None) -> str | None:
+    if values is None:
+        return f"{call.where}: the divisor is on the meta device, or empty, so its value is not known"
+    if not values.dtype.is_floating_point:
+        return f"{call.where}: the divisor is a tensor of {values.dtype}, whose quotient has another dtype"
+    limits = torch.finfo(values.dtype)
+    normal = values.smallest > 0 and 1 / limits.max <= values.smallest and values.largest <= 1 / limits.tiny
+    return that(normal, f"{call.where}: the divisor has no inverse among the normal {values.dtype} numbers")
