@@ -247,6 +247,7 @@ def test_presets_name_what_there_is() -> None:
         (lambda: run(heads()), TypeError, r"regraft.optimize\(model, \(x, scale\)\)"),
         (lambda: run(heads(), (image(),), keep="some"), ValueError, "keep='some'"),
         (lambda: run(heads(), (image(),), engine="tvm"), ValueError, "engine='tvm', but takes one of 'torch'"),
+        (lambda: run(torch.fx.symbolic_trace(nn.ReLU()), (image(),), engine="auto"), ValueError, "engine='auto' needs"),
         (lambda: run(heads(), (image(),), seconds=0), ValueError, "seconds=0"),
         (lambda: run(heads(), (image(),), transformations="quick"), ValueError, "no preset .exact"),
         (lambda: run(heads(), (image(),), transformations=rg.MergeLinears), TypeError, r"MergeLinears\(\)"),

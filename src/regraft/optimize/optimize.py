@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from torch import fx
 from torch.export import ExportedProgram
 
 from regraft.dropin import Entry, Grafts, make_dropin
@@ -83,6 +84,11 @@ def optimize(
     if engine not in _ENGINES:
         raise ValueError(f"engine={engine!r}, but takes one of {', '.join(map(repr, _ENGINES))}")
     expect_installed(engine)
+    if engine != "torch" and isinstance(model, (fx.GraphModule, ExportedProgram)):
+        raise ValueError(
+            f"engine={engine!r} needs a module, whose drop-in can call it, and a {type(model).__name__} comes back as "
+            f"one: regraft.optimize(module, args, engine={engine!r})"
+        )
     if seconds <= 0:
         raise ValueError(f"seconds={seconds}, but has to be positive")
     with Progress(total=len(chosen) + 3) as progress:
