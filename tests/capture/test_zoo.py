@@ -28,8 +28,6 @@ REFUSED = {
     "mistral": {(1, 5), (4, 1), (1, 1)},  # its cache is cut to the window, which the branch for shorter texts is not
 }
 
-each_family = pytest.mark.parametrize("name", [family.name for family in FAMILIES])
-
 
 @cache
 def captured(name: str) -> tuple[Family, Any, Any]:
@@ -39,8 +37,7 @@ def captured(name: str) -> tuple[Family, Any, Any]:
     return family, model, symbolic_trace(model, family.inputs)
 
 
-@each_family
-def test_gives_the_models_bits_at_every_size(name: str) -> None:
+def check_gives_the_models_bits_at_every_size(name: str) -> None:
     family, model, gm = captured(name)
     for batch, length in SIZES:
         inputs = make_inputs(family, batch, length)
@@ -53,8 +50,7 @@ def test_gives_the_models_bits_at_every_size(name: str) -> None:
             assert_same(expected, gm(**dict(reversed(inputs.items()))))
 
 
-@each_family
-def test_takes_arguments_by_position(name: str) -> None:
+def check_takes_arguments_by_position(name: str) -> None:
     family, model, gm = captured(name)
     inputs = make_inputs(family, 3, 11)
     parameters = list(inspect.signature(model.forward).parameters)
@@ -64,8 +60,7 @@ def test_takes_arguments_by_position(name: str) -> None:
         assert_same(model(**inputs), gm(*values))
 
 
-@each_family
-def test_every_layer_is_called_under_its_name(name: str) -> None:
+def check_every_layer_is_called_under_its_name(name: str) -> None:
     family, model, gm = captured(name)
     names = {id(module): path for path, module in model.named_modules()}
     called: set[str] = set()
@@ -83,8 +78,7 @@ def test_every_layer_is_called_under_its_name(name: str) -> None:
     assert all(gm.get_submodule(path) is model.get_submodule(path) for path in in_graph)
 
 
-@each_family
-def test_holds_the_models_own_weights(name: str) -> None:
+def check_holds_the_models_own_weights(name: str) -> None:
     _, model, gm = captured(name)
     assert list(gm.state_dict()) == list(model.state_dict())
     for own, other in ((gm.named_parameters, model.named_parameters), (gm.named_buffers, model.named_buffers)):
@@ -95,8 +89,7 @@ def test_holds_the_models_own_weights(name: str) -> None:
     assert gm.training is model.training
 
 
-@each_family
-def test_survives_copy_and_pickle(name: str) -> None:
+def check_survives_copy_and_pickle(name: str) -> None:
     family, _, gm = captured(name)
     inputs = make_inputs(family, 3, 11)
     with torch.no_grad():
@@ -111,8 +104,7 @@ def test_survives_copy_and_pickle(name: str) -> None:
             assert_same(expected, other(**inputs))
 
 
-@each_family
-def test_every_node_says_what_it_gives(name: str) -> None:
+def check_every_node_says_what_it_gives(name: str) -> None:
     _, _, gm = captured(name)
     for node in gm.graph.nodes:
         if node.op != "output":
@@ -122,8 +114,7 @@ def test_every_node_says_what_it_gives(name: str) -> None:
             assert "stack_trace" in node.meta
 
 
-@each_family
-def test_a_wrong_call_names_the_argument(name: str) -> None:
+def check_a_wrong_call_names_the_argument(name: str) -> None:
     family, _, gm = captured(name)
     inputs = make_inputs(family, 3, 11)
     first = family.inputs[0]
@@ -133,6 +124,24 @@ def test_a_wrong_call_names_the_argument(name: str) -> None:
         gm(**inputs, no_such_argument=1)
     with pytest.raises(TypeError, match=first):
         gm(**{**inputs, first: inputs[first][0]})
+
+
+#: in one test for each family, so that each is captured once, whichever worker takes it
+CHECKS = (
+    check_gives_the_models_bits_at_every_size,
+    check_takes_arguments_by_position,
+    check_every_layer_is_called_under_its_name,
+    check_holds_the_models_own_weights,
+    check_survives_copy_and_pickle,
+    check_every_node_says_what_it_gives,
+    check_a_wrong_call_names_the_argument,
+)
+
+
+@pytest.mark.parametrize("name", [family.name for family in FAMILIES])
+def test_family(name: str) -> None:
+    for check in CHECKS:
+        check(name)
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "resnet", "groupvit"])
