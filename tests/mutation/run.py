@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import copy
 import importlib.abc
 import importlib.util
 import os
@@ -37,51 +36,56 @@ SWAPPED |= {ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: 
 SWAPPED |= {ast.And: ast.Or, ast.Or: ast.And}
 
 
+Change = tuple[ast.AST, str, Callable[[ast.AST], None]]
+"""Where, what, and how it is done to a node."""
+
+
 @dataclass(frozen=True)
 class Mutant:
-    """One bug: where, what, and the whole module with it."""
+    """One bug: where, what, and how it comes into the syntax tree."""
 
     path: Path
     line: int
     what: str
-    source: str
+    changes: Callable[[ast.AST], Iterator[Change]]
+    position: int
+    number: int
 
     @property
     def module(self) -> str:
         return ".".join(self.path.relative_to(ROOT / "src").with_suffix("").parts)
 
+    @property
+    def source(self) -> str:
+        """The whole module with the bug in it."""
+        tree = ast.parse(self.path.read_text())
+        target = list(ast.walk(tree))[self.position]
+        list(self.changes(target))[self.number][2](target)
+        return ast.unparse(ast.fix_missing_locations(tree))
+
     def __str__(self) -> str:
         return f"{self.path.relative_to(SOURCE)}:{self.line} {self.what}"
 
 
-def mutants() -> Iterator[Mutant]:
-    for path in FORMULAS:
-        yield from planted(path, conditions_and_formulas)
-    for path in ORACLE:
-        if path.exists():
-            yield from planted(path, questions)
+def mutants(only: str = "") -> Iterator[Mutant]:
+    """All of them, of the files whose path has one of the parts `only` (with commas) in it."""
+    for paths, changes in ((FORMULAS, conditions_and_formulas), (ORACLE, questions)):
+        for path in paths:
+            if not any(part in str(path) for part in only.split(",")):
+                continue
+            for position, node in enumerate(ast.walk(ast.parse(path.read_text()))):
+                for number, (at, what, _) in enumerate(changes(node)):
+                    yield Mutant(path, getattr(at, "lineno", 0), what, changes, position, number)
 
 
-def planted(path: Path, changes: Callable[[ast.AST], Iterator[tuple[ast.AST, str, Callable[[ast.AST], None]]]]):
-    """Each change made to a copy of its own of the module."""
-    tree = ast.parse(path.read_text())
-    nodes = list(ast.walk(tree))
-    for position, node in enumerate(nodes):
-        for number, (at, what, _) in enumerate(changes(node)):
-            mutated = copy.deepcopy(tree)
-            target = list(ast.walk(mutated))[position]
-            list(changes(target))[number][2](target)
-            yield Mutant(path, getattr(at, "lineno", 0), what, ast.unparse(ast.fix_missing_locations(mutated)))
-
-
-def questions(node: ast.AST) -> Iterator[tuple[ast.AST, str, Callable[[ast.AST], None]]]:
+def questions(node: ast.AST) -> Iterator[Change]:
     """A question that always answers that all is well."""
     returns = ast.unparse(node.returns) if isinstance(node, ast.FunctionDef) and node.returns is not None else ""
     if returns in ("Answer", "str | None") and node.name not in ("that", "require"):
         yield node, f"{node.name}() answers None", lambda n: setattr(n, "body", [ast.Return(ast.Constant(None))])
 
 
-def conditions_and_formulas(node: ast.AST) -> Iterator[tuple[ast.AST, str, Callable[[ast.AST], None]]]:
+def conditions_and_formulas(node: ast.AST) -> Iterator[Change]:
     """A condition left out; an operator, an axis, an operand or a branch that is another."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "require":
         for index, argument in enumerate(node.args):
@@ -129,7 +133,7 @@ def tests_of(path: Path) -> list[str]:
     if path.parent.name == "transformations" and own:
         rest = []
     shared = [str(here / "core" / "test_checkpoint.py")] if path.name in ("weights.py", "_batch_norm.py") else []
-    return [*own, *rest, *shared]
+    return [*own, *rest, *shared, str(here / "mutation" / "test_survivors.py")]
 
 
 def run(
@@ -207,7 +211,7 @@ def main() -> int:
     )
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
-    found = [m for m in mutants() if any(part in str(m.path) for part in options.only.split(","))]
+    found = list(mutants(options.only))
     if options.sample:
         found = found[:: max(len(found) // options.sample, 1)][: options.sample]
     part, parts = map(int, options.part.split("/"))
@@ -232,7 +236,7 @@ def main() -> int:
     survivors: list[Mutant] = []
     for number, mutant in enumerate(found, 1):
         tests = tests_of(mutant.path)
-        if mutant.path not in broken:
+        if mutant.path not in broken:  # what fails without a mutant says nothing
             passed, failed = run(None, tests, fast=not options.thorough)
             broken[mutant.path] = () if passed else tuple(failed.split("\n")[:-1])
             if not passed:
