@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from regraft.core.edit import clone_module
+from regraft.core.clone import clone_module
 from regraft.core.errors import ReversalConflict
 from regraft.core.journal import SiteRecord, WeightRecord
 from regraft.core.states import Changes, Key, Slot

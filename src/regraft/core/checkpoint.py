@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from regraft.core.carry import before, digest, tensors_of
-from regraft.core.edit import clone_module
+from regraft.core.clone import clone_module
 from regraft.core.errors import ReversalConflict
 from regraft.core.graph_module import GraphModule as OwnGraphModule
 from regraft.core.history import with_original_slots

@@ -5,7 +5,6 @@ An `Edit` is the transaction of one site: it either happens wholly or leaves no 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -13,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
+from regraft.core.clone import clone_module, consumed
 from regraft.core.journal import SiteRecord, WeightRecord
 from regraft.core.query import Facts
 from regraft.core.reversal import Reversal
-from regraft.core.states import MARKS, Changes, Key, Recorder, Slot, is_layer, module_at, rewrite_node, write_slot
+from regraft.core.states import MARKS, Key, Recorder, Slot, is_layer, module_at, rewrite_node, write_slot
 from regraft.core.vocabulary import Call, Weight, attribute
 from regraft.core.weights import Derivation, Same
 
@@ -198,7 +198,7 @@ class Edit:
         """The site as the journal keeps it."""
         changes = self._recorder.changes()
         if consume:
-            changes = _consumed(changes)
+            changes = consumed(changes)
         training = {
             _join(*key): new.value.training
             for key, (_, new) in changes.slots.items()
@@ -275,39 +275,9 @@ class Edit:
         return None
 
 
-def clone_module(module: nn.Module) -> nn.Module:
-    """A new module with the same class, settings, parameters and buffers, and tables of its own."""
-    clone = copy.copy(module)
-    for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-        clone.__dict__[table] = copy.copy(module.__dict__[table])
-    return clone
-
-
 def _mark(node: Node, signature: str) -> None:
     node.meta[MARKS] = node.meta.get(MARKS, frozenset()) | {signature}
 
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def _consumed(changes: Changes) -> Changes:
-    """The changes with the original weights let go: only their shapes, dtypes and settings stay."""
-    slots: dict[Key, tuple[Slot | None, Slot | None]] = {}
-    for key, (old, new) in changes.slots.items():
-        if old is not None and isinstance(old.value, nn.Module):
-            shell = clone_module(old.value)
-            for table in (shell._parameters, shell._buffers):
-                table.update({name: _shell(tensor) for name, tensor in table.items()})
-            old = Slot(old.kind, shell, old.persistent)
-        elif old is not None and isinstance(old.value, Tensor):
-            old = Slot(old.kind, _shell(old.value), old.persistent)
-        slots[key] = (old, new)
-    return Changes(changes.nodes, slots, changes.anchors)
-
-
-def _shell(tensor: Any) -> Any:
-    if not isinstance(tensor, Tensor):
-        return tensor
-    empty = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

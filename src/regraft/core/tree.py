@@ -96,7 +96,6 @@ class Number(Form):
         trial.fail(found, f"{_show(value)} should be {wanted}")
 
 
-@dataclass(frozen=True, init=False)
 class Op(Form):
     """The result of an operation on operands in their order, or in any for addition and multiplication.
 
@@ -106,14 +105,10 @@ class Op(Form):
         settings: The other arguments: a value, a predicate, or a form. What is not named must be absent or its default.
     """
 
-    operation: Operation
-    operands: tuple[Form, ...]
-    settings: Mapping[str, Any]
-
     def __init__(self, operation: Operation, *operands: Form, **settings: Any) -> None:
-        object.__setattr__(self, "operation", operation)
-        object.__setattr__(self, "operands", operands)
-        object.__setattr__(self, "settings", settings)
+        self.operation = operation
+        self.operands = operands
+        self.settings = settings
 
     def bind(self, value: Any, found: Binding, trial: Trial) -> Iterator[Binding]:
         call = read(value, trial.owner)
@@ -144,7 +139,6 @@ class Op(Form):
         return None
 
 
-@dataclass(frozen=True, init=False)
 class Product(Form):
     """Factors in any order and grouping, and numbers among them, divisors included, whose product gets a name.
 
@@ -153,12 +147,9 @@ class Product(Form):
         number: What the product of the numbers must be, or a name for it; it is 1.0 where there are none.
     """
 
-    factors: tuple[Form, ...]
-    number: Number
-
     def __init__(self, *factors: Form, number: str | float) -> None:
-        object.__setattr__(self, "factors", factors)
-        object.__setattr__(self, "number", Number(number))
+        self.factors = factors
+        self.number = Number(number)
 
     def bind(self, value: Any, found: Binding, trial: Trial) -> Iterator[Binding]:
         for factors, number, nodes in _expansions(value, trial.owner, _DEEPEST_PRODUCT):
@@ -168,14 +159,11 @@ class Product(Form):
                     yield from _bind_all(steps, found.over(*nodes), trial)
 
 
-@dataclass(frozen=True, init=False)
 class Either(Form):
     """One of several forms."""
 
-    forms: tuple[Form, ...]
-
     def __init__(self, *forms: Form) -> None:
-        object.__setattr__(self, "forms", forms)
+        self.forms = forms
 
     def bind(self, value: Any, found: Binding, trial: Trial) -> Iterator[Binding]:
         for form in self.forms:

@@ -3,6 +3,7 @@
 from regraft.transformations.change_true_div_to_mul_by_inverse import ChangeTrueDivToMulByInverse
 from regraft.transformations.deep_copy import DeepCopy
 from regraft.transformations.fold_batch_norm import FoldBatchNorm
+from regraft.transformations.fold_scale import FoldScale
 from regraft.transformations.fuse_attention import FuseAttention
 from regraft.transformations.fuse_batch_norm1d_in_linear import FuseBatchNorm1dInLinear
 from regraft.transformations.fuse_batch_norm2d_in_conv2d import FuseBatchNorm2dInConv2d
@@ -34,6 +35,7 @@ TRANSFORMATIONS = (
     FuseNorm,
     MergeConvs,
     ReplaceActivation,
+    FoldScale,
     DeepCopy,
     LintAndRecompile,
 )
@@ -43,6 +45,7 @@ __all__ = [
     "ChangeTrueDivToMulByInverse",
     "DeepCopy",
     "FoldBatchNorm",
+    "FoldScale",
     "FuseAttention",
     "FuseBatchNorm1dInLinear",
     "FuseBatchNorm2dInConv2d",

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from regraft.core.edit import clone_module
+from regraft.core.clone import clone_module
 from regraft.core.vocabulary import Call
 
 _NAMES = ("running_mean", "running_var", "weight", "bias")
