@@ -66,12 +66,13 @@ def x() -> torch.Tensor:
 
 
 class NegateLinear(rg.Rewrite):
-    """Put a negation in the place of a linear layer: it does not preserve the computation.
+    """Put a negation in the place of a linear layer: wrong, though it claims to preserve the computation.
 
     Args:
         only: the end of the layers' names.
     """
 
+    preserves_computation = True
     pattern = rg.Calls(LINEAR)
 
     def __init__(self, only: str) -> None:

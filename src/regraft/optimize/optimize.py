@@ -213,6 +213,7 @@ class _Work:
             steps=tuple(result for stepper in self.steppers for result in stepper.results),
             verification=Verification(tuple(cases), tuple(notes)) if self.verified else None,
             notes=tuple(self.subject.notes),
+            positional=self.subject.positional,
         )
 
     def _graph_result(self, graph: Graph) -> GraphResult:

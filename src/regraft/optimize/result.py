@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ class Optimized:
         steps: What was tried, in order, what stayed, and why.
         verification: The comparison with the original; None where `verify=False`.
         notes: What else a reader should know.
+        positional: The arguments that the example gave by position, and so a saved program takes.
     """
 
     model: Any
@@ -61,6 +63,7 @@ class Optimized:
     steps: tuple[StepResult, ...]
     verification: Verification | None
     notes: tuple[str, ...] = ()
+    positional: tuple[str, ...] = ()
 
     @property
     def graph_module(self) -> GraphModule:
@@ -123,10 +126,15 @@ class Optimized:
     def save(self, path: str | Path) -> Path:
         """Write the rewritten graph of the example call to a file for `torch.export.load`, or `regraft.load`.
 
+        The program that is loaded from it takes what the example gave by position by position, and the rest by name.
+
         Args:
             path: The file, usually `*.pt2`.
         """
-        saving.save(self.graph_module, self.graphs[0].inputs, path)
+        args, kwargs = self.graphs[0].inputs
+        names = list(takewhile(kwargs.__contains__, self.positional))
+        named = {name: value for name, value in kwargs.items() if name not in names}
+        saving.save(self.graph_module, ((*args, *(kwargs[name] for name in names)), named), path)
         return Path(path)
 
     def to_dict(self) -> dict[str, Any]:

@@ -77,6 +77,7 @@ class Subject:
         reader: For a module, what reads its calls.
         graphs: The graphs, that of the caller's own call first.
         notes: What the caller should know.
+        positional: The names of the arguments that the caller gave by position.
     """
 
     original: nn.Module | ExportedProgram
@@ -84,6 +85,7 @@ class Subject:
     reader: Reader | None
     graphs: list[Graph]
     notes: list[str] = field(default_factory=list)
+    positional: tuple[str, ...] = ()
 
 
 def subject_of(
@@ -136,7 +138,7 @@ def _module(model: nn.Module, inputs: Inputs, dynamic_shapes: Any, say: Callable
             graphs += _captured("prefill", twin, reference, prefills, dynamic_shapes, say, notes)
         if decodes:
             graphs += _captured("decode", twin, reference, decodes, dynamic_shapes, say, notes)
-    return Subject(model, twin, reader, graphs, notes)
+    return Subject(model, twin, reader, graphs, notes, reader.names[: len(inputs[0])])
 
 
 def _captured(
