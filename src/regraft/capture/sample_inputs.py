@@ -157,9 +157,9 @@ class SampleMaker:
 
     def text(self) -> torch.Tensor:
         """Token numbers, without those that mean something special but for places that images go into."""
-        text = self.integers(self.text_shape(), self.setting("vocab_size", of=TEXT), start=3)
+        text = self.integers(self.text_shape(), self.setting("vocab_size", "num_hash_buckets", of=TEXT), start=3)
         token = image_token(self.model)
         if token is not None:
-            text[text == token] = (token + 1) % self.setting("vocab_size", of=TEXT)
+            text[text == token] = (token + 1) % self.setting("vocab_size", "num_hash_buckets", of=TEXT)
             text[:, 1 : 1 + self.image_tokens] = token
         return text
