@@ -365,7 +365,11 @@ def test_weights_written_in_place_by_a_transformation_come_back_with_undo(damage
     assert_same(written, values_of(picture(gm)))
     gm.double()
     gm.float()
+    expected = values_of(picture(copy.deepcopy(rg.undo(copy.deepcopy(gm))).double()))
+    gm.double()
     rg.undo(gm)
+    assert_same(expected, values_of(picture(gm)))
+    gm.float()
     assert_same(before, picture(gm))
 
 

@@ -65,6 +65,31 @@ def test_what_comes_back_has_moved_likewise(rule, conversion, form):
     assert [name for name, *_ in shown["tensors"]] == [name for name, *_ in wanted["tensors"]]
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("conversion", CONVERSIONS)
+@pytest.mark.parametrize("rule", [rg.MergeLinears(), rg.FuseBiasInLinear(), rg.FoldBatchNorm()])
+def test_parameters_of_functional_calls_have_moved_likewise(rule, conversion, form):
+    """They stand in the journal themselves, without a module around them, and some moves make them other objects."""
+
+    def forward(self, x):
+        y = F.linear(x, self.v) * F.linear(x, self.w, self.b)
+        return F.batch_norm(F.conv1d(y.unsqueeze(-1), self.k), self.mean, self.var)
+
+    net = Wrap(forward, mean=torch.randn(4), var=torch.rand(4) + 0.5)
+    for name, shape in {"v": (4, 4), "w": (4, 4), "b": (4,), "k": (4, 4, 1)}.items():
+        net.register_parameter(name, nn.Parameter(torch.randn(shape)))
+    expected, gm = (capture(copy.deepcopy(net), (X,), form) for _ in range(2))
+    CONVERSIONS[conversion](expected)
+    rule(gm)
+    assert rg.history(gm)[0].applied
+    CONVERSIONS[conversion](gm)
+    rule(gm, reverse=True)
+    assert_same(values_of(picture(expected)), values_of(picture(gm)))
+    assert [(n, p.device, p.dtype) for n, p in gm.named_parameters()] == [
+        (n, p.device, p.dtype) for n, p in expected.named_parameters()
+    ]
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_moved_and_applied_twice_and_undone_one_by_one(rule):
     gm = capture(model(), (X,), "fx")
