@@ -46,7 +46,7 @@ def three_linears(root: nn.Module, graph: Graph, x: Any, i: int) -> Any:
     return graph.call_function(operator.add, (graph.call_function(operator.add, tuple(outputs[:2])), outputs[2]))
 
 
-def division(root: nn.Module, graph: Graph, x: Any, i: int) -> Any:
+def division(_root: nn.Module, graph: Graph, x: Any, _i: int) -> Any:
     """A division and an addition: 2 nodes, one site."""
     return graph.call_function(operator.add, (graph.call_function(operator.truediv, (x, 8.0)), x))
 

@@ -11,7 +11,14 @@ import operator
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertModel, GroupViTConfig, GroupViTModel, ResNetConfig, ResNetForImageClassification
+from transformers import (
+    BertConfig,
+    BertModel,
+    GroupViTConfig,
+    GroupViTModel,
+    ResNetConfig,
+    ResNetForImageClassification,
+)
 
 import regraft as rg
 from regraft import (
@@ -48,9 +55,7 @@ def randomised(model: nn.Module) -> nn.Module:
 
 
 def bert() -> nn.Module:
-    config = BertConfig(
-        vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=37
-    )
+    config = BertConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=37)
     return randomised(BertModel(config))
 
 
@@ -127,7 +132,8 @@ def test_merge_linears_leaves_one_linear_in_each_attention() -> None:
 def test_fuse_bias_leaves_no_bias() -> None:
     _, traced = traced_bert()
     linears = [m for m in FuseBiasInLinear()(traced).modules() if isinstance(m, nn.Linear)]
-    assert linears and all(module.bias is None for module in linears)
+    assert linears
+    assert all(module.bias is None for module in linears)
 
 
 def test_fuse_batch_norm_2d_on_resnet() -> None:
@@ -145,7 +151,8 @@ def test_fuse_batch_norm_2d_on_resnet() -> None:
     assert torch.allclose(model(**pixels).logits, transformed_model(**pixels)["logits"], atol=1e-5)
 
     restored = transformation(transformed_model, reverse=True)
-    assert restored.code == code and torch.equal(model(**pixels).logits, restored(**pixels).logits)
+    assert restored.code == code
+    assert torch.equal(model(**pixels).logits, restored(**pixels).logits)
 
 
 def test_fuse_batch_norm_1d_on_groupvit() -> None:
@@ -178,7 +185,8 @@ def test_fuse_batch_norm_1d_on_groupvit() -> None:
         assert torch.allclose(expected[name], got[name], atol=1e-5), name
 
     restored = transformation(transformed_model, reverse=True)
-    assert restored.code == code and torch.equal(restored(**inputs).text_embeds, expected.text_embeds)
+    assert restored.code == code
+    assert torch.equal(restored(**inputs).text_embeds, expected.text_embeds)
 
 
 def test_the_guides_transformation_on_bert() -> None:
@@ -198,7 +206,8 @@ def test_the_guides_reversible_transformation() -> None:
     doubled = transformation(traced)
     assert torch.allclose(doubled(x), expected * 4)
     restored = transformation(doubled, reverse=True)
-    assert restored.code == code and torch.equal(restored(x), expected)
+    assert restored.code == code
+    assert torch.equal(restored(x), expected)
 
 
 def test_the_guides_composition() -> None:
@@ -223,7 +232,8 @@ def test_compose_is_the_same_as_one_after_the_other(inplace: bool) -> None:
     _, traced = traced_bert()
     composition = compose(ChangeTrueDivToMulByInverse(), MergeLinears(), inplace=inplace)
     composed = composition(traced)
-    assert (composed is traced) is inplace and transformed.code == composed.code
+    assert (composed is traced) is inplace
+    assert transformed.code == composed.code
 
     restored = MergeLinears()(ChangeTrueDivToMulByInverse()(transformed, reverse=True), reverse=True)
     assert restored.code == composition(composed, reverse=True).code
@@ -249,11 +259,13 @@ def test_marks() -> None:
     first, second = MarkLinears(), MarkLinears(some_argument="test")
     traced = first(traced)
     marked = first.get_transformed_nodes(traced)
-    assert len(marked) == 13 and not second.get_transformed_nodes(traced)
+    assert len(marked) == 13
+    assert not second.get_transformed_nodes(traced)
     traced = second(traced)
     assert second.get_transformed_nodes(traced) == marked
     traced = first(traced, reverse=True)
-    assert not first.get_transformed_nodes(traced) and second.get_transformed_nodes(traced) == marked
+    assert not first.get_transformed_nodes(traced)
+    assert second.get_transformed_nodes(traced) == marked
     with pytest.raises(ValueError, match="not marked"):
         first.mark_as_restored(marked[0])
 

@@ -60,6 +60,7 @@ from regraft.core.operations import (
     DROPOUT,
     FLATTEN,
     IDENTITY,
+    INDEX,
     LINEAR,
     MULTIPLY,
     PAD,
@@ -86,6 +87,7 @@ __all__ = [
     "HARDSWISH",
     "HARDTANH",
     "IDENTITY",
+    "INDEX",
     "LAYER_NORM",
     "LEAKY_RELU",
     "LINEAR",
@@ -186,7 +188,8 @@ def attribute(owner: nn.Module, target: str) -> Any:
     value: Any = owner
     for part in target.split("."):
         for table in ("_modules", "_parameters", "_buffers"):  # torch's own way there is several times slower
-            if part in (entries := value.__dict__.get(table, ()) if isinstance(value, nn.Module) else ()):
+            entries: dict[str, Any] = value.__dict__.get(table, {}) if isinstance(value, nn.Module) else {}
+            if part in entries:
                 value = entries[part]
                 break
         else:
