@@ -23,7 +23,7 @@ export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help env demo test check lint types layout fix bench docs fuzz clean
+.PHONY: help env demo test check lint types layout fix bench docs fuzz mutants clean
 
 help: ## what there is to make
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 14
@@ -77,6 +77,9 @@ docs: $(READY) ## build the documentation into site/, warnings are errors
 
 fuzz: $(READY) ## N random graphs per property: make fuzz N=10000
 	@REGRAFT_FUZZ=$(N) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) -m fuzz --timeout 0 tests
+
+mutants: $(READY) ## plant every bug there is and count how many the tests catch (hours)
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/mutation/run.py
 
 clean: ## remove what make made, the environment included
 	@rm -rf $(VENV) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
