@@ -109,6 +109,15 @@ def may_alias(node: Node, owner: GraphModule) -> bool:
     return bool(writes(node, owner)) or _named_op_aliases(name.removeprefix("__").removesuffix("__"))
 
 
+def _aliased(node: Node) -> list[Node]:
+    """The arguments that the result of an aliasing node may share memory with: those its schema names, or all."""
+    if isinstance(node.target, torch._ops.OpOverload) and "dropout" not in node.target.name():
+        arguments = node.target._schema.arguments
+        named = [node.kwargs.get(a.name, node.args[i] if i < len(node.args) else None) for i, a in enumerate(arguments)]
+        return _nodes(tuple(value for value, a in zip(named, arguments, strict=True) if a.alias_info is not None))
+    return _nodes(node.args[:1]) if node.target in _WRITING_OPERATORS else node.all_input_nodes
+
+
 @cache
 def _named_op_aliases(name: str) -> bool:
     """By the ATen schemas of that name; an operation without one, and dropout, which may return its input, do."""
@@ -201,7 +210,7 @@ class Mutations:
                 inputs = inputs or node
                 self._parent[node] = self._root(inputs)
             elif may_alias(node, self.owner):
-                for argument in node.all_input_nodes:
+                for argument in _aliased(node):
                     self._parent[self._root(argument)] = self._root(node)
 
     def _root(self, node: Node) -> Node:

@@ -130,3 +130,4 @@ PAD = Operation(
     defaults={"mode": "constant"},
     orders=dict.fromkeys(_overloads("constant_pad_nd.default"), "input pad value"),
 )
+INDEX = Operation("index", "input index", (operator.getitem,), ("__getitem__",))

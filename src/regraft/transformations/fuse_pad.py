@@ -73,7 +73,7 @@ class FusePad(Rewrite):
         )
 
         zeros = tuple(right - left for left, right in ends)
-        kept: dict[str, Any] = {"weight": (LeadingZeros(zeros), [weight])}
+        kept: dict[str, Any] = {"weight": (_LeadingZeros(zeros), [weight])}
         kernel = tuple(size + extra for size, extra in zip(weight.tensor.shape[2:], zeros, strict=True))
         padding = tuple(right for _, right in ends)
         settings = {"kernel_size": kernel, "padding": padding, "padding_mode": "zeros"}
@@ -85,7 +85,7 @@ class FusePad(Rewrite):
 
 
 @dataclass(frozen=True)
-class LeadingZeros(Derivation):
+class _LeadingZeros(Derivation):
     """The kernel with so many zeros before it along each of its axes."""
 
     zeros: tuple[int, ...]
