@@ -52,7 +52,7 @@ def usable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return False
     if not (x.is_cpu and weight.is_cpu) or x.dtype is not weight.dtype or x.layout is not torch.strided:
         return False
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias) if t is not None):
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or getattr(bias, "requires_grad", False)):
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._is_any_autocast_enabled():
         return False

@@ -35,6 +35,9 @@ class Packed(nn.Module):
     regraft_pure = True
     inplace = False
     activation: Activation
+    _packs: dict[Any, Any]
+    _source: tuple[Tensor | None, int, int]
+    _rows: int
 
     @classmethod
     def of(cls: type[Layer], plain: nn.Module, activation: Activation = NONE, inplace: bool = False) -> Layer:
@@ -47,9 +50,8 @@ class Packed(nn.Module):
 
     def repack(self) -> None:
         """Drop the packed copies; the next call makes them again."""
-        self.__dict__["_packs"] = {}
-        self.__dict__["_source"] = None
-        self.__dict__["_rows"] = 0
+        # past nn.Module's own bookkeeping, which would take the weight for one more parameter
+        self.__dict__.update(_packs={}, _source=(None, 0, 0), _rows=0)
 
     def extra_repr(self) -> str:
         named = "" if self.activation is NONE else f", activation={self.activation.name}"
@@ -68,13 +70,12 @@ class Packed(nn.Module):
 
     def _fresh(self, weight: Tensor) -> dict[Any, Any]:
         """The packed copies of this weight as it is now."""
-        source = (weight, 0 if weight.is_inference() else weight._version, weight.data_ptr())
-        known = self.__dict__["_source"]
-        if known is None or known[0] is not weight or known[1:] != source[1:]:
+        version = 0 if weight.is_inference() else weight._version
+        source, old, address = self._source
+        if source is not weight or old != version or address != weight.data_ptr():
             self.repack()
-            self.__dict__["_source"] = source
-        packs: dict[Any, Any] = self.__dict__["_packs"]
-        return packs
+            self.__dict__["_source"] = (weight, version, weight.data_ptr())
+        return self._packs
 
 
 class PackedLinear(Packed, nn.Linear):
@@ -103,7 +104,7 @@ class PackedLinear(Packed, nn.Linear):
         rows = x.numel() // x.shape[-1]
         packed = packs.get(rows)
         if packed is None:
-            again, self.__dict__["_rows"] = self.__dict__["_rows"] == rows, rows
+            again, self.__dict__["_rows"] = self._rows == rows, rows
             if not again or rows <= FEW_ROWS or not mkldnn.works(mkldnn.MKL, weight.dtype):
                 return F.linear(x, weight, bias)
             if len(packs) >= PACKS:
