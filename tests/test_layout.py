@@ -45,7 +45,7 @@ OPTIONAL = {
 
 # Who may change a GraphModule; everybody else asks `core/edit.py`, which keeps the journal.
 MAY_MUTATE = (
-    *("core/edit.py", "core/states.py", "core/reversal.py", "core/carry.py", "core/arithmetic.py"),
+    *("core/edit.py", "core/convert.py", "core/states.py", "core/reversal.py", "core/carry.py", "core/arithmetic.py"),
     *("core/graph_module.py", "core/graph_record.py", "core/fx_private.py", "core/snapshot.py", "core/checkpoint.py"),
     "capture/",
 )
