@@ -251,3 +251,22 @@ def test_a_trained_constant_read_elsewhere_is_refused() -> None:
 def test_a_returned_constant_is_refused() -> None:
     model = Wrap(lambda m, x: (x * 2, m.w + 1), w=torch.randn(4))
     check_refused(rg.RemoveDeadWork(), model, X, "trace", "returned to the caller")
+
+
+class _Offsets(nn.Module):
+    """A constant made of a buffer and of a tensor that the graph itself makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (self.table + torch.arange(5)) * 2
+
+
+def test_a_dry_run_folds_constants_on_any_device() -> None:
+    gm = rg.trace(_Offsets(), (torch.randn(3, 5),))
+    said = rg.RemoveDeadWork().explain(gm).rows()
+    assert any("once" in sentence for *_, sentence in said)
+    rg.RemoveDeadWork()(gm)
+    assert rg.Report("", rg.history(gm)).rows() == said

@@ -247,10 +247,11 @@ class Edit:
     def _derive(self, target: str, derived: Derived) -> nn.Parameter:
         derivation, sources = derived
         tensors = [source.tensor.detach() for source in sources]
-        if self._dry:
-            tensors = [tensor.to("meta") for tensor in tensors]
         with torch.no_grad():
-            value = derivation.compute(*tensors)
+            if self._dry:
+                value = derivation.outline(*(tensor.to("meta") for tensor in tensors))
+            else:
+                value = derivation.compute(*tensors)
         trainable = any(source.tensor.requires_grad for source in sources)
         names = tuple(_join(self._path, source.name) for source in sources)
         self._weights.append(WeightRecord(_join(self._path, target), names, derivation, trainable))

@@ -24,6 +24,10 @@ class Derivation(ABC):
     def compute(self, *sources: Tensor) -> Tensor:
         """The new weight. Read each source once; make no other copy of its size."""
 
+    def outline(self, *sources: Tensor) -> Tensor:
+        """The new weight without its values, on the meta device, from sources that are there too: for a dry run."""
+        return self.compute(*sources)
+
     def invert(self, derived: Tensor) -> tuple[Tensor, ...] | None:
         """The sources, bit for bit, or None where they cannot be had from `derived`."""
         return None

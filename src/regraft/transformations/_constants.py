@@ -65,7 +65,8 @@ def fold_constant(match: Match, edit: Edit, facts: Facts, limit: int) -> str:
     )
 
     states = tuple((node.name, NodeState.of(node)) for node in nodes if node.op != "get_attr")
-    derivation = Evaluate(tuple(_bare(name, state) for name, state in states), tuple(node.name for node in weights))
+    steps = tuple(_bare(name, state) for name, state in states)
+    derivation = Evaluate(steps, tuple(node.name for node in weights), tuple(value.shape), value.dtype)
     name = edit.free_name(f"{root.name}_constant")
     edit.put_weight(name, (derivation, list(weights.values())))
     new = edit.insert_weight(root, name)
@@ -82,10 +83,17 @@ class Evaluate(Derivation):
     Args:
         steps: The names and the states of its nodes, in order.
         sources: The names under which the nodes read the weights.
+        shape: The shape of the result.
+        dtype: Its dtype.
     """
 
     steps: tuple[tuple[str, NodeState], ...]
     sources: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def outline(self, *sources: Tensor) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")  # the steps may make tensors on other devices
 
     def compute(self, *sources: Tensor) -> Tensor:
         values: dict[str, Any] = dict(zip(self.sources, sources, strict=True))
