@@ -6,6 +6,7 @@ import operator
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import regraft as rg
 from regraft.core.vocabulary import DIVIDE
 from regraft.testing import assert_refused, assert_round_trip, fuzz
 
+ROOT = Path(__file__).parents[2]
 X = torch.randn(3, 4)
 
 
@@ -115,8 +117,8 @@ def test_the_fuzzer_shrinks_a_wrong_rule_to_a_model_that_runs() -> None:
     source = message[message.index("import torch") :]
     forward = source[source.index("def forward") : source.index("model =")]
     assert forward.count("\n        ") == 2, forward  # one division and the return
-    source = source.replace(f"from {__name__} import", "from test_kit import")
-    here = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    path = [*sys.path, str(ROOT)]  # where pytest imports by path, the name of this module starts at the root
+    here = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, env=here, check=False)
     assert "does not compute what the model does" in done.stderr, done.stderr
 
