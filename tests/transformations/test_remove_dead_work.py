@@ -229,7 +229,19 @@ def test_constants_are_computed_once(trained: bool) -> None:
     gm = check_applied(rg.RemoveDeadWork(), model, X, "trace")
     folded = gm.get_parameter("mul_constant") if trained else gm.get_buffer("mul_constant")
     assert folded.requires_grad is trained
-    assert len(gm.graph.nodes) == 4
+    assert len(gm.graph.nodes) == (5 if trained else 4)
+
+
+def test_a_trained_constant_asks_for_gradients_only_where_they_are_recorded() -> None:
+    # attention on the CPU takes its slow way for a mask that asks for gradients
+    model = Wrap(_bias, table=nn.Parameter(torch.randn(7)), index=torch.tensor([[3, 1], [0, 6]]))
+    gm = rg.RemoveDeadWork()(rg.trace(model, X))
+    add = next(node for node in gm.graph.nodes if node.name == "add")
+    gm.graph.output_node().args = (add.args[1],)
+    gm.recompile()
+    assert gm(*X).requires_grad
+    with torch.no_grad():
+        assert not gm(*X).requires_grad
 
 
 def test_constants_follow_the_size_limit() -> None:

@@ -70,6 +70,11 @@ def fold_constant(match: Match, edit: Edit, facts: Facts, limit: int) -> str:
     name = edit.free_name(f"{root.name}_constant")
     edit.put_weight(name, (derivation, list(weights.values())))
     new = edit.insert_weight(root, name)
+    if any(weight.tensor.requires_grad for weight in weights.values()):
+        new.meta["val"] = value
+        # a parameter and its views ask for gradients even where none are recorded, and attention then takes its slow
+        # way; a copy asks only where they are, as the value that was computed did
+        new = edit.insert(root, torch.clone, new, memory_format=torch.preserve_format)
     new.meta["val"] = value
     edit.redirect(root, new)
     edit.erase_unread(nodes)
@@ -114,8 +119,8 @@ class Evaluate(Derivation):
 def _constant_step(node: Node, owner: GraphModule) -> bool:
     if node.op == "get_attr":
         return type(attribute(owner, str(node.target))) in (Tensor, torch.nn.Parameter)
-    if node.op not in ("call_function", "call_method") or node.is_impure():
-        return False
+    if node.op not in ("call_function", "call_method") or node.is_impure() or node.target is torch.clone:
+        return False  # a copy is what `fold_constant` itself leaves behind
     return known(node) and not draws(node, owner) and not writes(node, owner)
 
 
