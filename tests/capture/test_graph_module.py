@@ -191,3 +191,15 @@ class Keeper:
 
     def __getstate__(self) -> Any:
         return portable(self.__dict__)
+
+
+def test_a_memory_format_among_the_arguments_is_saved() -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.contiguous(memory_format=torch.channels_last) + 1
+
+    gm = adopt(torch.fx.symbolic_trace(Model()))
+    buffer = io.BytesIO()
+    torch.save(gm, buffer)
+    buffer.seek(0)
+    assert torch.load(buffer, weights_only=False).code == gm.code

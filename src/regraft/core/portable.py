@@ -148,6 +148,16 @@ class PortableCallable:
         return load_callable, (self.path,)
 
 
+class PortableFormat:
+    """A `torch.memory_format` on its way through pickle; the protocol that `torch.save` uses can't save one."""
+
+    def __init__(self, value: torch.memory_format) -> None:
+        self.path = f"torch:{str(value).removeprefix('torch.')}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return load_callable, (self.path,)
+
+
 def import_path(value: Any) -> str:
     """The `module:name` under which a function or an operator can be imported.
 
@@ -238,6 +248,8 @@ def portable(value: Any) -> Any:
         return PortableSymbol(value)
     if isinstance(value, _OPERATORS):
         return PortableCallable(value)
+    if isinstance(value, torch.memory_format):
+        return PortableFormat(value)
     if isinstance(value, Node):
         raise TypeError(f"the node {value.name} means nothing outside of its graph; keep its name instead")
     if type(value) in (list, set, frozenset):
