@@ -1,8 +1,9 @@
 """Plants one bug at a time in the conditions and formulas of the rules, and counts how many the tests catch.
 
     python tests/mutation/run.py                      every mutant
-    python tests/mutation/run.py --only _batch_norm   those of one file
+    python tests/mutation/run.py --only _batch_norm   those of one file, or line: _batch_norm.py:99:
     python tests/mutation/run.py --sample 8           a few, the same ones each time
+    python tests/mutation/run.py --seed 0 --minutes 9 in a random order, until the time is over
     python tests/mutation/run.py --list               what would be planted
 
 A mutant is a module with one change in its syntax tree. It is imported, in place of the real one, by a fork of this
@@ -16,8 +17,10 @@ import ast
 import importlib.abc
 import importlib.util
 import os
+import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +31,8 @@ SECONDS = 240
 
 RULES = sorted(p for p in (SOURCE / "transformations").glob("*.py") if p.name != "__init__.py")
 ORACLE = [SOURCE / "core" / name for name in ("query.py", "plainness.py", "strides.py", "flow.py", "values.py")]
+SHARED = ["merge_linears", "fuse_bias", "change_true_div", "fold_batch_norm"]
+"""Their tests stand for all in what all rules share."""
 FORMULAS = [*RULES, SOURCE / "core" / "weights.py"]
 
 SWAPPED = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
@@ -63,19 +68,24 @@ class Mutant:
         list(self.changes(target))[self.number][2](target)
         return ast.unparse(ast.fix_missing_locations(tree))
 
+    @property
+    def place(self) -> str:
+        """The file and the line."""
+        return f"{self.path.relative_to(SOURCE)}:{self.line}:"
+
     def __str__(self) -> str:
-        return f"{self.path.relative_to(SOURCE)}:{self.line} {self.what}"
+        return f"{self.place} {self.what}"
 
 
 def mutants(only: str = "") -> Iterator[Mutant]:
-    """All of them, of the files whose path has one of the parts `only` (with commas) in it."""
+    """All of them, of the places (`core/weights.py:79`) that have one of the parts `only` (with commas) in them."""
     for paths, changes in ((FORMULAS, conditions_and_formulas), (ORACLE, questions)):
         for path in paths:
-            if not any(part in str(path) for part in only.split(",")):
-                continue
             for position, node in enumerate(ast.walk(ast.parse(path.read_text()))):
                 for number, (at, what, _) in enumerate(changes(node)):
-                    yield Mutant(path, getattr(at, "lineno", 0), what, changes, position, number)
+                    mutant = Mutant(path, getattr(at, "lineno", 0), what, changes, position, number)
+                    if any(part in mutant.place for part in only.split(",")):
+                        yield mutant
 
 
 def questions(node: ast.AST) -> Iterator[Change]:
@@ -125,15 +135,29 @@ def short(node: ast.AST) -> str:
     return text if len(text) < 60 else f"{text[:57]}..."
 
 
-def tests_of(path: Path) -> list[str]:
-    """The tests of a module: those of its own rule first, and the laws; every rule's for what all rules share."""
-    here, stem = ROOT / "tests", path.stem.lstrip("_")
-    own = [str(p) for p in sorted((here / "transformations").glob(f"test_*{stem}*.py"))]
-    rest = [str(p) for p in sorted((here / "transformations").glob("test_*.py")) if str(p) not in own]
-    if path.parent.name == "transformations" and own:
-        rest = []
-    shared = [str(here / "core" / "test_checkpoint.py")] if path.name in ("weights.py", "_batch_norm.py") else []
-    return [*own, *rest, *shared, str(here / "mutation" / "test_survivors.py")]
+def tests_of(mutant: Mutant) -> list[str]:
+    """The tests of a rule; of the rules that import a module or ask a question; of a few for what all rules share."""
+    path, here, found = mutant.path, ROOT / "tests", list[Path]()
+    if path.parent.name == "transformations":
+        found = of_rules(rules_with(path))
+    else:
+        question = mutant.what.partition("(")[0]
+        asking = [rule for rule in RULES if f"facts.{question}(" in rule.read_text()]
+        found = of_rules([*SHARED, *(stem for rule in asking for stem in rules_with(rule))])
+    shared = [here / "core" / "test_checkpoint.py"] if path.name in ("weights.py", "_batch_norm.py") else []
+    return [*dict.fromkeys(map(str, (here / "mutation" / "test_survivors.py", *found, *shared)))]
+
+
+def of_rules(stems: list[str]) -> list[Path]:
+    return [p for stem in stems for p in sorted((ROOT / "tests" / "transformations").glob(f"test_*{stem}*.py"))]
+
+
+def rules_with(path: Path) -> list[str]:
+    """The rule itself, or those that import what is none, as parts of the names of their tests."""
+    if of_rules([path.stem.lstrip("_")]):
+        return [path.stem.lstrip("_")]
+    users = [rule for rule in RULES if f"transformations.{path.stem} " in rule.read_text()]
+    return [stem for user in users for stem in rules_with(user)]
 
 
 def run(
@@ -177,7 +201,16 @@ def in_child(mutant: Mutant | None, tests: list[str], left_out: tuple[str, ...],
         del sys.modules[name]
     if mutant is not None:
         sys.meta_path.insert(0, Planted(mutant))
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "--override-ini=addopts=", f"--rootdir={ROOT}"]
+    options = [
+        "-q",
+        "--import-mode=importlib",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:benchmark",
+        "--override-ini=addopts=",
+        f"--rootdir={ROOT}",
+    ]
     options += [f"--deselect={test}" for test in left_out]
     options += ["-k", "not trace"] if fast else []
     return int(pytest.main([*options, *(["-x"] if mutant else []), *tests], plugins=[Failures()]))
@@ -203,15 +236,24 @@ class Planted(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default="", help="parts of files' names, with commas")
+    parser.add_argument("--only", default="", help="parts of their places, with commas: weights.py,query.py:99:")
     parser.add_argument("--sample", type=int, help="so many of them, spread evenly")
+    parser.add_argument("--but", default="", help="not these, likewise")
+    parser.add_argument("--seed", type=int, help="in the random order of this seed")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no mutant after so many")
     parser.add_argument("--part", default="0/1", help="the k-th of n parts: 0/2, 1/2")
     parser.add_argument(
         "--thorough", action="store_true", help="with the tests that trace, which take most of the time"
     )
+    parser.add_argument("--trust", action="store_true", help="that the tests pass where no bug is planted")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
     found = list(mutants(options.only))
+    if options.but:
+        found = [mutant for mutant in found if not any(part in mutant.place for part in options.but.split(","))]
+    there = Counter(mutant.path for mutant in found)
+    if options.seed is not None:
+        random.Random(options.seed).shuffle(found)
     if options.sample:
         found = found[:: max(len(found) // options.sample, 1)][: options.sample]
     part, parts = map(int, options.part.split("/"))
@@ -232,20 +274,36 @@ def main() -> int:
 
     torch.set_num_threads(1)
     fuzz(regraft.MergeLinears(), examples=3)  # what torch loads late is loaded before the forks
-    broken: dict[Path, tuple[str, ...]] = {}
+    passing, broken = set[str](), set[str]()
     survivors: list[Mutant] = []
+    planted: list[Mutant] = []
+    end = time.monotonic() + 60 * options.minutes
     for number, mutant in enumerate(found, 1):
-        tests = tests_of(mutant.path)
-        if mutant.path not in broken:  # what fails without a mutant says nothing
-            passed, failed = run(None, tests, fast=not options.thorough)
-            broken[mutant.path] = () if passed else tuple(failed.split("\n")[:-1])
-            if not passed:
-                print(f"left out, because they fail without a mutant: {', '.join(broken[mutant.path])}")
-        survived, by = run(mutant, tests, broken[mutant.path], not options.thorough)
+        if time.monotonic() > end:
+            break
+        tests = tests_of(mutant)
+        survived, by = run(mutant, tests, tuple(broken), not options.thorough)
+        while (
+            not options.trust
+            and not survived
+            and (test := by.partition("\n")[0]) not in passing
+            and "::" in test
+            and test not in broken
+        ):
+            passed, _ = run(None, [str(ROOT / test)], fast=not options.thorough)
+            (passing if passed else broken).add(test)
+            if not passed:  # what fails without a mutant says nothing
+                print(f"left out, because it fails without a mutant: {test}")
+                survived, by = run(mutant, tests, tuple(broken), not options.thorough)
+        planted.append(mutant)
         survivors += [mutant] * survived
         by = f"by {by.splitlines()[0]}" if by else ""
         print(f"{number}/{len(found)} {'SURVIVED' if survived else 'caught'} {mutant}  {by}", flush=True)
-    print(f"\n{len(found) - len(survivors)} of {len(found)} mutants caught")
+    print()
+    ran, alive = Counter(mutant.path for mutant in planted), Counter(mutant.path for mutant in survivors)
+    for path in sorted(ran):
+        print(f"{path.relative_to(SOURCE)}: {ran[path]} of {there[path]} run, {ran[path] - alive[path]} caught")
+    print(f"{len(planted) - len(survivors)} of {len(planted)} mutants caught")
     print("\n".join(f"  survived: {mutant}" for mutant in survivors))
     return bool(survivors)
 
