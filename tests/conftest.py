@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 
@@ -41,13 +42,15 @@ def _same_random_numbers() -> None:
 
 @pytest.fixture(autouse=True)
 def _as_it_was():
-    """A test that changes a global setting of torch must not reach the next one."""
+    """A test that changes a global setting, of torch or of the logger, must not reach the next one."""
+    level = logging.getLogger("regraft").level
     dtype, grad, deterministic = (
         torch.get_default_dtype(),
         torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
     )
     yield
+    logging.getLogger("regraft").setLevel(level)
     torch.set_default_dtype(dtype)
     torch.set_grad_enabled(grad)
     torch.use_deterministic_algorithms(deterministic)
