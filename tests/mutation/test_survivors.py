@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import regraft as rg
 from regraft.core.weights import Concatenate, same_bits, scaled, wider
 from regraft.testing import assert_refused, assert_round_trip
-from regraft.testing.parts import add_one
+from regraft.testing.parts import add_one, traced_with_shapes
 
 
 class Block(nn.Module):
@@ -154,3 +154,60 @@ class Twice(nn.Module):
 
 def test_the_same_layer_twice_is_said_plainly() -> None:
     assert_refused(rg.MergeLinears(), rg.symbolic_trace(Twice()), match="q is called twice on the same input")
+
+
+class Rows(nn.Module):
+    """Rearranges the rows of a layer, then normalises."""
+
+    def __init__(self, shape: tuple[int, ...], norm: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.shape, self.norm = nn.Linear(4, 4), shape, norm
+
+    def forward(self, x):
+        return self.norm(self.linear(x).reshape(self.shape))
+
+
+class HalfOfTheStatistics(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        return F.batch_norm(self.linear(x), self.mean, None)
+
+
+def test_a_norm_without_a_variance_is_refused() -> None:
+    gm = torch.fx.symbolic_trace(HalfOfTheStatistics().eval())
+    assert_refused(rg.FoldBatchNorm(), gm, match="keeps no running statistics")
+
+
+@pytest.mark.parametrize(("shape", "sites"), [((-1, 4), 1), ((8, 1, 3), 0), ((3, 4, 2), 0), ((3, 2, 4), 0)])
+def test_only_whole_rows_may_stand_between(shape: tuple[int, ...], sites: int) -> None:
+    x = torch.randn(2, 3, 4)
+    model = Rows(shape, nn.BatchNorm1d(shape[1])).eval()
+    gm = traced_with_shapes(model, (x,), {})
+    assert assert_round_trip(rg.FoldBatchNorm(), gm, (x,)).applied == sites
+
+
+def test_ranks_that_are_known_fold_where_they_fit() -> None:
+    for model, x in (
+        (nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)), torch.randn(2, 4, 5, 5)),
+        (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.randn(3, 4)),
+    ):
+        gm = traced_with_shapes(model.eval(), (x,), {})
+        assert assert_round_trip(rg.FoldBatchNorm(), gm, (x,)).applied == 1
+    gm = traced_with_shapes(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval(), (torch.randn(2, 4, 4),), {})
+    assert_refused(rg.FoldBatchNorm(), gm, match="not the axis of the features")
+
+
+def test_only_a_layer_that_takes_several_ranks_minds_the_rank() -> None:
+    for layer, norm, same in ((nn.Conv2d, nn.BatchNorm2d, True), (nn.Conv1d, nn.BatchNorm1d, False)):
+        gm = rg.FoldBatchNorm()(torch.fx.symbolic_trace(nn.Sequential(layer(4, 4, 3), norm(4)).eval()))
+        assert (type(gm.get_submodule("0")) is layer) == same
+
+
+def test_a_layer_of_two_names_that_is_called_once() -> None:
+    gm = torch.fx.symbolic_trace(Block().eval())
+    gm.add_submodule("other", gm.q)
+    assert_refused(rg.MergeLinears(), gm, match="q is registered under several names")
