@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_BLOCK = 1 << 15  # elements: a core's own cache holds them, and torch does not divide them among threads
+_BLOCK = 1 << 18  # elements: few enough for the caches, and enough for torch to divide them among threads
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -98,9 +98,12 @@ def scaled(weight: Tensor, factors: Tensor) -> Tensor:
     if weight.is_meta or weight.ndim == 0 or weight.numel() <= _BLOCK:
         return result.copy_(weight.to(factors.dtype) * factors)
     rows = max(1, _BLOCK * len(weight) // weight.numel())
+    buffer = torch.empty((rows, *weight.shape[1:]), dtype=factors.dtype, device=weight.device)
     for start in range(0, len(weight), rows):
         block = slice(start, start + rows)
-        result[block] = weight[block].to(factors.dtype) * (factors[block] if len(factors) > 1 else factors)
+        wide = buffer[: len(weight[block])]
+        wide.copy_(weight[block]).mul_(factors[block] if len(factors) > 1 else factors)
+        result[block].copy_(wide)
     return result
 
 
