@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import regraft as rg
-from helpers import Wrap, check_applied, check_refused, randomise
+import regraft.testing
+from helpers import Wrap, assert_matches_float64, check_applied, check_refused, randomise
+from regraft.optimize.presets import resolve
 
 X = (torch.randn(3, 5, 4),)
 IMAGE = (torch.randn(2, 4, 6, 6),)
@@ -106,3 +109,140 @@ def test_a_tied_weight_is_refused() -> None:
     model = model_of(LINEAR["times a number"], other=nn.Linear(4, 4))
     model.other.weight = model.l.weight
     check_refused(rg.FoldScale(), model, X, "trace", "tied")
+
+
+FUNCTIONAL: dict[str, tuple[Callable[[Any, Any], Any], tuple[Any, ...]]] = {
+    "linear, behind": (lambda m, x: F.linear(x, m.m, m.v) * 0.3, X),
+    "linear, before": (lambda m, x: F.linear(x * m.v, m.m, m.b), X),
+    "linear without bias": (lambda m, x: F.linear(x / m.v, m.m), X),
+    "convolution, behind": (lambda m, x: F.conv2d(x, m.k, m.kb, padding=1, groups=2) * m.w, IMAGE),
+    "convolution, before": (lambda m, x: F.conv2d(x * m.u, m.k, m.kb, stride=2, groups=2), IMAGE),
+    "transposed, before": (lambda m, x: F.conv_transpose2d(x * m.u, m.t, m.kb, groups=2, dilation=2), IMAGE),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONAL)
+def test_functional_layers(name: str) -> None:
+    function, inputs = FUNCTIONAL[name]
+    shapes = {"m": (4, 4), "b": (4,), "k": (6, 2, 3, 3), "kb": (6,), "t": (4, 3, 2, 2)}
+    model = model_of(function, **{key: nn.Parameter(torch.rand(shape)) for key, shape in shapes.items()})
+    gm = check_applied(rg.FoldScale(), model, inputs, "trace")
+    rg.testing.assert_round_trip(rg.FoldScale(), model, inputs)
+    assert not [n for n in gm.graph.nodes if n.name.startswith(("mul", "truediv"))]
+
+
+TRANSPOSED: dict[str, Callable[[Any, Any], Any]] = {
+    "behind": lambda m, x: m.t(x) * m.w,
+    "behind, a number": lambda m, x: m.t(x) / 3,
+    "before": lambda m, x: m.t(x * m.u),
+    "before, divided": lambda m, x: m.t(x / m.u),
+}
+
+
+@pytest.mark.parametrize("name", TRANSPOSED)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_transposed_convolutions(name: str, groups: int) -> None:
+    conv = nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=groups)
+    check_applied(rg.FoldScale(), model_of(TRANSPOSED[name], t=conv), IMAGE, "trace")
+
+
+NORMS: dict[str, Callable[[Any, Any], Any]] = {
+    "layer norm": lambda m, x: m.l(m.n(x)),
+    "queries, keys and values": lambda m, x: (lambda n: m.l(n) + m.k(n) * m.q(n))(m.n(x)),
+    "RMS norm": lambda m, x: m.l(m.r(x)),
+    "no shift": lambda m, x: m.l(m.s(x)),
+    "layer norm, functional": lambda m, x: m.l(F.layer_norm(x, (4,), m.v, m.z, 1e-3)),
+    "shift alone": lambda m, x: m.l(F.layer_norm(x, (4,), None, m.z)),
+    "RMS norm, functional": lambda m, x: m.q(F.rms_norm(x, (4,), m.v, 1e-3)),
+    "functional layers": lambda m, x: (lambda n: F.linear(n, m.m) + F.linear(n, m.o, m.z2))(m.n(x)),
+    "the size is read too": lambda m, x: (lambda n: m.l(n).view(n.shape[0], -1))(m.n(x)),
+}
+
+
+def norms_of(function: Callable[[Any, Any], Any], **parts: Any) -> nn.Module:
+    given: dict[str, Any] = {"n": nn.LayerNorm(4), "s": nn.LayerNorm(4, bias=False), "r": nn.RMSNorm(4)}
+    given |= {"k": nn.Linear(4, 4), "q": nn.Linear(4, 4, bias=False), "z": nn.Parameter(torch.rand(4))}
+    given |= {
+        "m": nn.Parameter(torch.rand(4, 4)),
+        "o": nn.Parameter(torch.rand(4, 4)),
+        "z2": nn.Parameter(torch.rand(4)),
+    }
+    return model_of(function, **{**given, **parts})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", NORMS)
+def test_norms(name: str, dtype: torch.dtype) -> None:
+    model, inputs = norms_of(NORMS[name]).to(dtype), (X[0].to(dtype),)
+    gm = check_applied(rg.FoldScale(), model, inputs, "trace")
+    norm = next(n for n in gm.graph.nodes if "norm" in str(n.target) or n.name in ("n", "r", "s"))
+    module = gm.get_submodule(norm.target) if norm.op == "call_module" else None
+    assert not list(module.parameters()) if module else norm.args[2:4] in ((None, None), (None, 1e-3))
+
+
+def test_a_norms_scale_of_zero_is_folded() -> None:
+    model = norms_of(NORMS["layer norm"])
+    with torch.no_grad():
+        model.n.weight[1] = 0
+    check_applied(rg.FoldScale(), model, X, "trace")
+
+
+def test_a_norm_and_its_layers_keep_their_checkpoint() -> None:
+    model, other = norms_of(NORMS["queries, keys and values"]), randomise(norms_of(NORMS["layer norm"]), 1)
+    gm = rg.FoldScale()(rg.trace(model, X))
+    assert list(rg.original_state_dict(gm)) == list(model.state_dict())
+    rg.load_original_state_dict(gm, other.state_dict())
+    other.function = model.function
+    assert_matches_float64(other, gm, X)
+    rg.undo(gm)
+    assert torch.equal(gm.get_submodule("n").weight, other.n.weight)
+
+
+NORMS_REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "residual": (lambda m, x: (lambda n: m.l(n) + n)(m.n(x)), "also read by 'add'"),
+    "returned": (lambda m, x: (lambda n: (m.l(n), n))(m.n(x)), "also read by 'output'"),
+    "activation": (lambda m, x: (lambda n: m.l(n) + n.relu())(m.n(x)), "also read by 'relu'"),
+    "its own weight": (lambda m, x: (lambda n: F.linear(n, n[0])[..., :4] + m.l(n))(m.n(x)), "also read by"),
+    "written": (lambda m, x: (lambda n: m.l(n) + m.k(n.add_(1)))(m.n(x)), "also read by 'add_'"),
+    "norm called twice": (lambda m, x: m.l(m.n(x)) + m.n(x + 1), "called 2 times"),
+    "layer called twice": (lambda m, x: m.l(m.n(x)) + m.l(x), "called 2 times"),
+    "two axes": (lambda m, x: m.l(m.two(x)), "not the features"),
+    "hooks": (lambda m, x: m.l(m.hooked(x)), "hooks"),
+    "frozen": (lambda m, x: m.l(m.frozen(x)), "frozen"),
+    "another dtype": (lambda m, x: m.l(F.layer_norm(x, (4,), m.wide)), "float64"),
+    "a computed scale": (lambda m, x: m.l(F.rms_norm(x, (4,), 1 + m.v)), "computed by the graph"),
+    "out of range": (lambda m, x: m.l(F.rms_norm(x, (4,), m.large)), "beyond what"),
+}
+
+
+@pytest.mark.parametrize("name", NORMS_REFUSED)
+def test_norms_refused(name: str) -> None:
+    function, word = NORMS_REFUSED[name]
+    hooked, large = nn.LayerNorm(4), nn.Parameter(torch.rand(4))
+    hooked.register_forward_hook(lambda module, args, result: result * 2)
+    parts = {"two": nn.LayerNorm((5, 4)), "hooked": hooked, "frozen": nn.LayerNorm(4).requires_grad_(False)}
+    model = norms_of(function, **parts, large=large, wide=nn.Parameter(torch.rand(4, dtype=torch.float64)))
+    with torch.no_grad():
+        large.fill_(torch.finfo(torch.float32).max)
+        model.l.weight[0, 0] = 2
+    if name == "another dtype":
+        gm = rg.symbolic_trace(model)
+        rg.testing.assert_refused(rg.FoldScale(), gm, word)
+        return
+    check_refused(rg.FoldScale(), model, X, "fx" if name == "written" else "trace", word)
+
+
+def test_a_norm_before_a_layer_in_training_mode_is_refused() -> None:
+    check_refused(rg.FoldScale(), norms_of(NORMS["layer norm"]).train(), X, "fx", "training mode")
+
+
+def test_layer_norms_stay_where_that_is_asked_for_and_rms_norms_do_not() -> None:
+    check_refused(rg.FoldScale(layer_norms=False), norms_of(NORMS["layer norm"]), X, "fx", "layer_norms=False")
+    check_applied(rg.FoldScale(layer_norms=False), norms_of(NORMS["RMS norm"]), X, "fx")
+
+
+def test_the_presets_leave_layer_norms_whole() -> None:
+    for name in ("exact", "fast"):
+        (fold,) = (t for t in resolve(name) if isinstance(t, rg.FoldScale))
+        assert not fold.layer_norms
+    assert resolve("FoldScale")[0].layer_norms

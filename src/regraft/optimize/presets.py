@@ -17,6 +17,9 @@ _FUSE = ("FuseAttention", "FuseNorm", "FuseGelu", "FoldScale", "ChangeTrueDivToM
 _MERGE = ("MergeLinears", "MergeConvs")
 PACKING = ("PrepackForCpu",)
 
+# What the presets ask for where that is not what a transformation does by itself.
+_SETTINGS: dict[str, dict[str, Any]] = {"FoldScale": {"layer_norms": False}}
+
 PRESETS: dict[str, tuple[str, ...]] = {
     # computes the same, to within the rounding that the model has itself
     "exact": (*_SIMPLIFY, *_FUSE, *_MERGE, *PACKING),
@@ -69,12 +72,12 @@ def _named(name: str) -> tuple[Transformation, ...]:
             f"transformations={name!r} is no preset ({', '.join(PRESETS)}) and no transformation "
             f"({', '.join(sorted(known))})"
         )
-    return tuple(made for part in PRESETS[name] if part in known and (made := _with_defaults(known[part])) is not None)
+    return tuple(made for part in PRESETS[name] if part in known and (made := _for_a_preset(known[part])) is not None)
 
 
-def _with_defaults(cls: type[Transformation]) -> Transformation | None:
+def _for_a_preset(cls: type[Transformation]) -> Transformation | None:
     try:
-        return cls()
+        return cls(**_SETTINGS.get(cls.__name__, {}))
     except TypeError:  # it has no defaults: nothing that a preset could decide for the caller
         return None
 

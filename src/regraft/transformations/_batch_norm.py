@@ -21,7 +21,9 @@ from regraft.core.query import Answer, Facts, require, that
 from regraft.core.values import reads_shape_only, value_of
 from regraft.core.vocabulary import CONV, DROPOUT, FLATTEN, IDENTITY, LINEAR, RESHAPE, TRANSPOSED_CONV, Call, Weight
 from regraft.core.weights import Derivation, scaled, wider
+from regraft.transformations._module_for import place_of
 from regraft.transformations._ranked import ranked
+from regraft.transformations._scales import along
 
 LAYERS = (LINEAR, CONV, TRANSPOSED_CONV)
 
@@ -57,8 +59,7 @@ def fold(match: Match, edit: Edit, facts: Facts, pairs: tuple[tuple[Any, bool], 
     require(_agree(facts, spec), *_same_memory(facts, site), _channels(facts, site, weight.tensor), _scale(spec))
     unknown = facts.rank(norm.node) is None and norm["running_mean"] is not None and _ambiguous(layer)
 
-    name = layer.where if layer.module is not None else edit.free_name(layer.operation.name.replace(" ", "_"))
-    like = layer.module if layer.module is not None else _module_for(layer, weight.tensor)
+    name, like = place_of(layer, weight.tensor, edit)
     if unknown:
         like = ranked(like, norm, layer, site.behind)
     sources = [spec.weights[key] for key in spec.present]
@@ -117,17 +118,7 @@ class Fold(Derivation):
         return given["beta"].to(dtype) if "beta" in given else torch.zeros_like(given["mean"], dtype=dtype)
 
     def _along(self, weight: Tensor, values: Tensor) -> Tensor:
-        """Values per channel, shaped to multiply the weight along the channels' axis."""
-        spatial = (1,) * (weight.ndim - 2)
-        if self.behind and not self.transposed:
-            return values.reshape(-1, 1, *spatial)
-        if self.behind:  # weight is (in, out / groups, ...): a group's inputs meet that group's outputs
-            rows = weight.shape[0] // self.groups
-            return values.reshape(self.groups, 1, -1).expand(-1, rows, -1).reshape(weight.shape[0], -1, *spatial)
-        if self.transposed:
-            return values.reshape(-1, 1, *spatial)
-        rows = weight.shape[0] // self.groups
-        return values.reshape(self.groups, 1, -1).expand(-1, rows, -1).reshape(weight.shape[0], -1, *spatial)
+        return along(values, weight, self.behind, self.transposed, self.groups)
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,18 +270,3 @@ def _ambiguous(layer: Call) -> bool:
     """Whether the layer takes inputs of more than one rank that a `BatchNorm1d` takes too, but another way."""
     weight = layer.weight("weight")
     return layer.operation is LINEAR or (weight is not None and weight.tensor.ndim == 3)
-
-
-def _module_for(layer: Call, weight: Tensor) -> nn.Module:
-    """A module with the settings of a functional call; its weights are put in afterwards."""
-    rows, columns = weight.shape[0], weight.shape[1]
-    if layer.operation is LINEAR:
-        return nn.Linear(columns, rows, device="meta").eval()
-    groups, kernel = int(layer["groups"]), tuple(weight.shape[2:])
-    settings = {key: layer[key] for key in layer.operation.names[3:] if layer[key] is not None}
-    kinds = {CONV: (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
-    transposed = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-    kind: Any = kinds.get(layer.operation, transposed)[weight.ndim - 3]
-    inputs, outputs = (columns * groups, rows) if layer.operation is CONV else (rows, columns * groups)
-    module: nn.Module = kind(inputs, outputs, kernel, device="meta", **settings)
-    return module.eval()

@@ -11,8 +11,21 @@ from torch.fx import GraphModule, Node
 
 from regraft.core.pattern import Match, Pattern
 from regraft.core.values import reads_shape_only
-from regraft.core.vocabulary import CONV, DIVIDE, LINEAR, MULTIPLY, Call, Weight, read
-from regraft.core.weights import Derivation, wider
+from regraft.core.vocabulary import (
+    CONV,
+    DIVIDE,
+    LAYER_NORM,
+    LINEAR,
+    MULTIPLY,
+    RMS_NORM,
+    TRANSPOSED_CONV,
+    Call,
+    Weight,
+    read,
+)
+from regraft.core.weights import Derivation, scaled, wider
+
+_LAYERS = (LINEAR, CONV, TRANSPOSED_CONV)
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,15 +39,36 @@ class Site:
     layer: Call
     behind: bool
 
+    @property
+    def groups(self) -> int:
+        """Into how many groups of channels the layer falls."""
+        return 1 if self.layer.operation is LINEAR else int(self.layer["groups"])
+
 
 class Scales(Pattern):
-    """Multiplications and divisions by a constant, right behind a linear layer or a convolution, or right before."""
+    """Multiplications and divisions by a constant beside a linear layer or a convolution; norms before linears."""
 
     def candidates(self, owner: GraphModule) -> Iterator[tuple[Node, ...]]:
-        yield from ((node,) for node in owner.graph.nodes if site_of(node, owner) is not None)
+        yield from ((node,) for node in owner.graph.nodes if self._wants(node, owner))
 
     def match(self, owner: GraphModule, nodes: tuple[Node, ...]) -> Match | None:
-        return super().match(owner, nodes) if site_of(nodes[0], owner) is not None else None
+        return super().match(owner, nodes) if self._wants(nodes[0], owner) else None
+
+    def _wants(self, node: Node, owner: GraphModule) -> bool:
+        return site_of(node, owner) is not None or scales_linears(node, owner)
+
+
+def scales_linears(node: Node, owner: GraphModule) -> bool:
+    """Whether `node` is a norm with a scale or a shift of its own, that some linear layer reads."""
+    call = read(node, owner)
+    if (
+        call is None
+        or call.operation not in (LAYER_NORM, RMS_NORM)
+        or (call["weight"] is None and call["bias"] is None)
+    ):
+        return False
+    readers = (read(user, owner) for user in node.users)
+    return any(r is not None and r.operation is LINEAR and r["input"] is node for r in readers)
 
 
 def site_of(node: Node, owner: GraphModule) -> Site | None:
@@ -48,10 +82,10 @@ def site_of(node: Node, owner: GraphModule) -> Site | None:
         if not isinstance(value, Node) or value.op == "get_attr" or (number is None and weight is None):
             continue
         layer = read(value, owner)
-        if layer is not None and layer.operation in (LINEAR, CONV):
+        if layer is not None and layer.operation in _LAYERS:
             return Site(call, value, number, weight, layer, True)
         readers = [read(user, owner) for user in node.users if not reads_shape_only(user, node)]
-        if len(readers) == 1 and readers[0] is not None and readers[0].operation in (LINEAR, CONV):
+        if len(readers) == 1 and readers[0] is not None and readers[0].operation in _LAYERS:
             return Site(call, value, number, weight, readers[0], False) if readers[0]["input"] is node else None
     return None
 
@@ -65,35 +99,57 @@ def per_channel(site: Site, channels: int) -> bool:
     return site.weight.tensor.numel() == 1 or shape in ((channels, *ones), (1, channels, *ones))
 
 
-@dataclass(frozen=True)
-class Scaled(Derivation):
-    """A weight or a bias times a scale along one axis, or divided by it.
+def channels_of(site: Site) -> int:
+    """How many channels the value has that is scaled: the layer's outputs, or its inputs."""
+    weight = site.layer.weight("weight")
+    assert weight is not None
+    first, second = weight.tensor.shape[:2]
+    outputs_first = site.layer.operation is not TRANSPOSED_CONV
+    return int(first if site.behind is outputs_first else second * site.groups)
+
+
+def along(values: Tensor, weight: Tensor, behind: bool, transposed: bool, groups: int) -> Tensor:
+    """One number for each channel, shaped to multiply a weight.
 
     Args:
-        axis: The axis of the weight that the scale follows.
+        values: One for each output, or for each input.
+        weight: (out, in / groups, ...), or of a transposed convolution (in, out / groups, ...).
+        behind: Whether the numbers are the outputs'.
+        transposed: Whether it is the weight of a transposed convolution.
+        groups: The groups of the convolution; 1 for a linear layer.
+    """
+    spatial = (1,) * (weight.ndim - 2)
+    if behind is not transposed:
+        return values.reshape(-1, 1, *spatial)
+    rows = weight.shape[0] // groups  # a group's inputs meet that group's outputs
+    return values.reshape(groups, 1, -1).expand(-1, rows, -1).reshape(weight.shape[0], -1, *spatial)
+
+
+@dataclass(frozen=True)
+class Scaled(Derivation):
+    """A weight or a bias times a scale, or divided by it.
+
+    Args:
+        behind: Whether the scale is that of the layer's outputs.
         divide: Whether the scale divides.
         number: The scale; None where it is the second source.
-        groups: Into how many groups of inputs the scale falls, where it follows the inputs of a convolution.
+        groups: The groups of the convolution.
+        transposed: Whether the convolution is a transposed one.
     """
 
-    axis: int
-    divide: bool
-    number: float | None
+    behind: bool
+    divide: bool = False
+    number: float | None = None
     groups: int = 1
+    transposed: bool = False
 
     def compute(self, *sources: Tensor) -> Tensor:
-        dtype = wider(sources[0].dtype)
-        scale = self._scale(sources, dtype)
-        wide = sources[0].to(dtype)
-        return (wide / scale if self.divide else wide * scale).to(sources[0].dtype)
-
-    def _scale(self, sources: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        first, dtype = sources[0], wider(sources[0].dtype)
         if self.number is not None:
-            return torch.tensor(self.number, dtype=dtype, device=sources[0].device)
-        first, scale = sources[0], sources[1].to(dtype).reshape(-1)
-        if scale.numel() == 1:
-            return scale.reshape(())
-        if self.axis == 1:  # the inputs of each group meet the outputs of that group
-            grouped = scale.reshape(self.groups, 1, -1).expand(-1, first.shape[0] // self.groups, -1)
-            return grouped.reshape(first.shape[0], -1, *[1] * (first.ndim - 2))
-        return scale.reshape(-1, *[1] * (first.ndim - 1))
+            scale = torch.tensor([self.number], dtype=dtype, device=first.device)
+        else:
+            scale = sources[1].to(dtype).reshape(-1)
+        factors = scale.reciprocal() if self.divide else scale
+        if factors.numel() == 1 or first.ndim == 1:
+            return scaled(first, factors.reshape(-1, *[1] * (first.ndim - 1)))
+        return scaled(first, along(factors, first, self.behind, self.transposed, self.groups))
