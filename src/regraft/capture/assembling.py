@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 from regraft.capture import torch_private
 from regraft.capture.calling import Calling
 from regraft.capture.cleaning import clean
-from regraft.capture.codegen import CallingCodeGen
+from regraft.capture.codegen import CallingCodeGen, direct
 from regraft.capture.constraints import constraints_of
 from regraft.capture.lifting import lift_weights
 from regraft.capture.module_tree import graft_tree, place_tensor
@@ -69,6 +69,7 @@ def assemble(
     )
     calling = Calling(interface.arguments, interface.positional, constraints, _shape_output(graph, out_spec))
     graph.set_codegen(CallingCodeGen(calling, [str(node.target) for node in inputs]))
+    graph.on_generate_code(lambda _: direct)
     graph.lint()
     gm.graph = graph
     return gm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 from torch.fx.graph import CodeGen
@@ -12,6 +13,9 @@ from regraft.capture.calling import Calling
 
 #: the name of the `Calling` in the generated code
 _NAME = "_regraft_calling"
+#: what fx writes for a target: `getattr(self.encoder.layer, "0").norm`, which is called, or read
+_TARGET = re.compile(r"(\w+(?: ?:[^=]*)? = )(?:getattr\()*self((?:\.\w+|, \"[^\"]*\"\))+)(\(?)")
+_STEP = re.compile(r"\.(\w+)|, \"([^\"]*)\"\)")
 
 
 class CallingCodeGen(CodeGen):
@@ -92,6 +96,29 @@ class CallingCodeGen(CodeGen):
     def __deepcopy__(self, memo: dict[int, Any]) -> CallingCodeGen:
         # nothing in it changes once it is made; a tree's context may hold classes, which must not be copied
         return copy.copy(self)
+
+
+def direct(lines: list[str]) -> list[str]:
+    """The lines of a body, in which nested layers are taken from `_modules`.
+
+    `nn.Module.__getattr__` is Python, and runs once for each name on the way: for a layer six levels down that takes
+    longer than many a small layer itself. `_modules` is where it looks, so the code finds the same layer.
+
+    >>> direct(['query = getattr(self.layer, "0").query(x)', "weight = self.norm.weight", "y = self.norm(x)"])
+    ['query = self._modules["layer"]._modules["0"]._modules["query"](x)', 'weight = self._modules["norm"].weight', \
+'y = self.norm(x)']
+    """
+    return [_directly(line, found) if (found := _TARGET.match(line)) else line for line in lines]
+
+
+def _directly(line: str, found: re.Match[str]) -> str:
+    assigned, way, called = found.groups()
+    names = [name or quoted for name, quoted in _STEP.findall(way)]
+    if len(names) == 1:
+        return line
+    last = "" if called else f".{names.pop()}"
+    modules = "".join(f'._modules["{name}"]' for name in names)
+    return f"{assigned}self{modules}{last}{called}{line[found.end() :]}"
 
 
 def _writable(value: Any) -> bool:
