@@ -40,6 +40,29 @@ def test_an_engine_runs_the_model(name: str) -> None:
     assert entry.engine is None
 
 
+@pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
+def test_an_engine_runs_attention_of_groups_of_queries(name: str) -> None:
+    available(name)
+
+    class Groups(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k = torch.nn.Linear(16, 32), torch.nn.Linear(16, 16)
+
+        def forward(self, x):
+            q, k = (part(x).unflatten(-1, (-1, 8)).transpose(1, 2) for part in (self.q, self.k))
+            k = k.repeat_interleave(2, 1)
+            return torch.nn.functional.scaled_dot_product_attention(q, k, k)
+
+    model, call = Groups().eval(), {"x": torch.randn(2, 5, 16)}
+    options = {"transformations": [rg.FuseAttention()], "seconds": 0.01}
+    result = rg.optimize(model, kwargs=call, engine=name, keep="all", **options)
+    assert result.steps[0].applied == 1, result
+    assert result.graphs[0].engine.engine == name, result
+    with torch.no_grad():
+        torch.testing.assert_close(result.model(**call), model(**call), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.slow
 def test_an_engine_decodes_with_a_cache() -> None:
     available("onnxruntime")

@@ -260,6 +260,24 @@ def test_a_trained_constant_read_elsewhere_is_refused() -> None:
     assert any("one parameter" in r.reason for r in rg.history(gm)[-1].refused)
 
 
+def test_a_constant_behind_an_identity_is_folded_in_one_go() -> None:
+    model = Wrap(lambda m, x: x + (m.w * 2).expand(4).view(4), w=torch.randn(4))
+    gm = check_applied(rg.RemoveDeadWork(), model, X, "trace", sites=3)
+    assert [n.op for n in gm.graph.nodes] == ["placeholder", "get_attr", "call_function", "output"]
+
+
+def test_a_constant_inside_another_is_folded_too_where_it_is_read() -> None:
+    def both(m: Any, x: Any) -> Any:
+        inner = torch.arange(4) * m.w
+        return x * inner + inner.sin()
+
+    gm = check_applied(rg.RemoveDeadWork(), Wrap(both, w=torch.randn(4)), X, "trace", sites=2)
+    assert [n.name for n in gm.graph.nodes if n.op == "call_function"] == ["mul_1", "add"]
+    trained = rg.RemoveDeadWork()(rg.trace(Wrap(both, w=nn.Parameter(torch.randn(4))), X))
+    read = [node.target for node in trained.graph.nodes if node.op == "get_attr"]
+    assert read == ["mul_constant"]  # one parameter, so that it is trained as one
+
+
 def test_a_returned_constant_is_refused() -> None:
     model = Wrap(lambda m, x: (x * 2, m.w + 1), w=torch.randn(4))
     check_refused(rg.RemoveDeadWork(), model, X, "trace", "returned to the caller")

@@ -86,6 +86,12 @@ TRANSPOSE = Operation(
 )
 PERMUTE = Operation("permute", "input shape", (torch.permute, *_overloads("permute.default")), ("permute",))
 EXPAND = Operation("expand", "input shape", _overloads("expand.default"), ("expand",))
+REPEAT = Operation(
+    "repeat",
+    "input repeats dim",
+    (torch.repeat_interleave, *_overloads("repeat_interleave.self_int")),
+    ("repeat_interleave",),
+)
 UNSQUEEZE = Operation("unsqueeze", "input dim", (torch.unsqueeze, *_overloads("unsqueeze.default")), ("unsqueeze",))
 CAST = Operation(
     "cast", "input dtype", _overloads("to.dtype"), ("to", "type", "float", "double", "half", "bfloat16", "type_as")
@@ -141,4 +147,5 @@ ATTENTION = Operation(
     "attention",
     "input key value attn_mask dropout_p is_causal scale enable_gqa",
     (F.scaled_dot_product_attention, *_overloads("scaled_dot_product_attention.default")),
+    defaults={"dropout_p": 0.0, "is_causal": False, "enable_gqa": False},
 )

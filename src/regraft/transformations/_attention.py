@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from regraft.core.query import require, that
+from regraft.core.tree import TreeMatch
 from regraft.core.values import same_shape, value_of
 from regraft.core.vocabulary import (
     ADD,
@@ -133,6 +134,18 @@ def constant(value: Any, owner: GraphModule) -> float | None:
         fixed = isinstance(tensor, Tensor) and leaf in parent._non_persistent_buffers_set
         return float(tensor) if fixed and tensor.numel() == 1 and not tensor.is_meta else None
     return None
+
+
+def unscaled(query: Node, scale: float, match: TreeMatch) -> tuple[Node, float, list[Node]]:
+    """The query without a scale of its own, which joins that of the scores."""
+    call = read(query, match.owner)
+    if call is None or call.operation not in (MULTIPLY, DIVIDE) or len(query.users) > 1:
+        return query, scale, []
+    operands = [constant(call[name], match.owner) for name in ("input", "other")]
+    if operands == [None, None] or (call.operation is DIVIDE and not operands[1]):
+        return query, scale, []
+    inner, factor = scaled(call)
+    return inner, scale * factor, [query]
 
 
 def untransposed(call: Call) -> Node | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +22,23 @@ from regraft.core.vocabulary import Weight, attribute
 from regraft.core.weights import Derivation
 
 
-def constants(owner: GraphModule) -> Iterator[Node]:
-    """The largest pieces of a graph that depend on weights and numbers alone, by their last node."""
+def constants(owner: GraphModule, same: Mapping[Node, Node]) -> Iterator[Node]:
+    """The values that depend on weights and numbers alone, and are read by something that does not.
+
+    Args:
+        owner: The graph module.
+        same: Nodes that go because another node has their value, each with that node.
+    """
     found: set[Node] = set()
     for node in owner.graph.nodes:
         if _constant_step(node, owner) and found.issuperset(node.all_input_nodes):
             found.add(node)
+    read: set[Node] = set()
     for node in owner.graph.nodes:
-        if node in found and node.op != "get_attr" and value_of(node) is not None and found.isdisjoint(node.users):
+        if node not in found and node not in same:
+            read.update(same.get(value, value) for value in node.all_input_nodes)
+    for node in owner.graph.nodes:
+        if node in found and node in read and node.op != "get_attr" and value_of(node) is not None:
             yield node
 
 
@@ -64,9 +73,7 @@ def fold_constant(match: Match, edit: Edit, facts: Facts, limit: int) -> str:
         *(facts.repeatable(node) for node in nodes),
     )
 
-    states = tuple((node.name, NodeState.of(node)) for node in nodes if node.op != "get_attr")
-    steps = tuple(_bare(name, state) for name, state in states)
-    derivation = Evaluate(steps, tuple(node.name for node in weights), tuple(value.shape), value.dtype)
+    derivation = _evaluation(nodes, value)
     name = edit.free_name(f"{root.name}_constant")
     edit.put_weight(name, (derivation, list(weights.values())))
     new = edit.insert_weight(root, name)
@@ -79,6 +86,43 @@ def fold_constant(match: Match, edit: Edit, facts: Facts, limit: int) -> str:
     edit.redirect(root, new)
     edit.erase_unread(nodes)
     return f"computed {root.name!r} once"
+
+
+def constant_value(node: Node, owner: GraphModule, facts: Facts, limit: int) -> Tensor | None:
+    """The tensor that a piece of a graph always computes: from numbers, and from buffers that no checkpoint replaces.
+
+    Args:
+        node: The last node of the piece.
+        owner: Its graph module.
+        facts: The safety oracle.
+        limit: The most elements that it may have.
+    """
+    value, nodes = value_of(node), piece(node, owner)
+    if nodes is None or (value is None and node.op != "get_attr"):
+        return None
+    weights = [_weight(node, owner) for node in nodes if node.op == "get_attr"]
+    value = weights[0].tensor if value is None else value
+    if not all(isinstance(size, int) for size in value.shape):
+        return None
+    fixed = all(_fixed(owner, weight) for weight in weights)
+    if not fixed or value.numel() > limit or any(facts.untouched(one) or facts.repeatable(one) for one in nodes):
+        return None
+    if node.op == "get_attr":
+        return weights[0].tensor
+    with torch.no_grad():
+        return _evaluation(nodes, value).compute(*(weight.tensor for weight in weights))
+
+
+def _fixed(owner: GraphModule, weight: Weight) -> bool:
+    path, _, leaf = weight.name.rpartition(".")
+    holder = owner.get_submodule(path)
+    return leaf in holder._non_persistent_buffers_set and not weight.tensor.is_meta
+
+
+def _evaluation(nodes: list[Node], value: Tensor) -> Evaluate:
+    states = tuple((node.name, NodeState.of(node)) for node in nodes if node.op != "get_attr")
+    names = tuple(node.name for node in nodes if node.op == "get_attr")
+    return Evaluate(tuple(_bare(name, state) for name, state in states), names, tuple(value.shape), value.dtype)
 
 
 @dataclass(frozen=True)

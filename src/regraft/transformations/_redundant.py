@@ -28,7 +28,7 @@ class Redundant(Pattern):
     def candidates(self, owner: GraphModule) -> Iterator[tuple[Node, ...]]:
         same = dict(_repeated(owner))
         yield from same.items()
-        yield from ((node,) for node in constants(owner) if node not in same)
+        yield from ((node,) for node in constants(owner, same))
         wanted: set[Node] = set()
         for node in reversed(owner.graph.nodes):
             alive = node in wanted or node.op == "output" or node.is_impure(False) or bool(writes(node, owner))

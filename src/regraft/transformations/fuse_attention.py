@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import torch
 from torch.fx import Node
-from torch.nn import functional as F
 
 from regraft.core.edit import Edit
 from regraft.core.pattern import Match
@@ -15,8 +11,9 @@ from regraft.core.query import Facts, require, that
 from regraft.core.rewrite import Rewrite
 from regraft.core.tree import Op, Through, Tree, TreeMatch, Value
 from regraft.core.values import value_of
-from regraft.core.vocabulary import CAST, DIVIDE, DROPOUT, MATMUL, MULTIPLY, RESHAPE, SOFTMAX, Call, read
-from regraft.transformations._attention import along_last, constant, fits, precise, read_scores, scaled, untransposed
+from regraft.core.vocabulary import CAST, DROPOUT, MATMUL, RESHAPE, SOFTMAX, Call, read
+from regraft.transformations._attention import along_last, fits, precise, read_scores, unscaled, untransposed
+from regraft.transformations._attention_calls import Attentions, drop, grouped, is_causal, lighten, put, repeats_in_vain
 from regraft.transformations._attention_masks import maskable, one_mask
 
 _WEIGHTS = Op(SOFTMAX, Value("scores"), dim=Value("dim"), dtype=Value("dtype"))
@@ -29,6 +26,10 @@ class FuseAttention(Rewrite):
     the scale and the masks of the model, added or filled in, and NaN in the rows where the model has NaN because every
     key is hidden. Refused where the weights are read elsewhere, and what the fused call computes less precisely.
 
+    Keys and values that are repeated for groups of queries (Ainslie et al. 2023, arXiv:2305.13245) are given to the
+    call as they were before, on the CPU; and a mask that is known to hide the later positions alone is not made at all.
+    Calls that are fused already get the same.
+
     Example:
         >>> import torch, regraft as rg
         >>> class Attention(torch.nn.Module):
@@ -40,11 +41,12 @@ class FuseAttention(Rewrite):
     """
 
     preserves_computation = True
-    pattern = Tree(Op(MATMUL, Through((CAST, DROPOUT, RESHAPE), _WEIGHTS), Value("value")), SOFTMAX)
+    pattern = Attentions(Tree(Op(MATMUL, Through((CAST, DROPOUT, RESHAPE), _WEIGHTS), Value("value")), SOFTMAX))
 
     def rewrite(self, match: Match, edit: Edit, facts: Facts) -> str:
         """See `Rewrite.rewrite`."""
-        assert isinstance(match, TreeMatch)
+        if not isinstance(match, TreeMatch):
+            return lighten(match, edit, facts)
         require(match.reason)
         result, on_the_way = match.result, [call for node in match.inner if (call := read(node, match.owner))]
         require(
@@ -54,7 +56,7 @@ class FuseAttention(Rewrite):
         scores = read_scores(match.values["scores"], match.owner)
         inner = sorted({*match.inner, *scores.nodes})
         key, value, masks = scores.product["other"], match.values["value"], [mask.node for mask in scores.masks]
-        query, scale, above = _unscaled(scores.product["input"], scores.scale, match)
+        query, scale, above = unscaled(scores.product["input"], scores.scale, match)
         shapes = tuple(value_of(node) for node in (query, key, value))
         q, k, v = shapes
         require(that(None not in shapes, f"the shapes around {result.name!r} are not known; capture with rg.trace"))
@@ -73,43 +75,25 @@ class FuseAttention(Rewrite):
 
         transposed = read(key, match.owner)
         straight = untransposed(transposed) if transposed is not None else None
-        operands = [query, straight or edit.insert(result, torch.transpose, key, -2, -1), value]
-        mask, lost = one_mask(scores.masks, q, edit, result, match.owner)
+        whole = [straight or key, value]
+        pair = grouped(whole[0], value, match.owner)
+        if pair is not None and repeats_in_vain(query, pair, whole, result, facts) is not None:
+            pair = None
+        causal = is_causal(scores.masks, scale, query, value, match.owner, facts)
+        operands = [query, *(pair or (straight or edit.insert(result, torch.transpose, key, -2, -1), value))]
+        mask, lost = one_mask(scores.masks if not causal else [], q, edit, result, match.owner)
         if q.ndim == 3:  # the fast kernels take four axes
             operands = [edit.insert(result, torch.unsqueeze, operand, 0) for operand in operands]
-        keywords = {"attn_mask": mask, "scale": scale} if mask is not None else {"scale": scale}
-        _put(edit, result, operands, keywords, q.ndim == 3, lost)
+        given = {"attn_mask": mask, "is_causal": causal or None, "scale": scale, "enable_gqa": pair and True}
+        keywords = {name: one for name, one in given.items() if one is not None}
+        put(edit, result, operands, keywords, q.ndim == 3, lost)
         edit.erase_unread({*inner, *above, *([key] if straight is not None else [])})
-        return f"fused attention, scale {scale:.6g}" + (f", masks: {len(masks)}" if masks else "")
+        for left in (*(whole if pair else ()), *(masks if causal else ())):
+            drop(left, edit)
+        what = ", causal" if causal else f", masks: {len(masks)}" if masks else ""
+        return f"fused attention, scale {scale:.6g}{what}" + (", keys and values not repeated" if pair else "")
 
 
 def _softmax_of(calls: list[Call]) -> Node:
     """The softmax."""
     return next(call.node for call in calls if call.operation is SOFTMAX)
-
-
-def _unscaled(query: Node, scale: float, match: TreeMatch) -> tuple[Node, float, list[Node]]:
-    """The query without a scale of its own, which joins that of the scores."""
-    call = read(query, match.owner)
-    if call is None or call.operation not in (MULTIPLY, DIVIDE) or len(query.users) > 1:
-        return query, scale, []
-    operands = [constant(call[name], match.owner) for name in ("input", "other")]
-    if operands == [None, None] or (call.operation is DIVIDE and not operands[1]):
-        return query, scale, []
-    inner, factor = scaled(call)
-    return inner, scale * factor, [query]
-
-
-def _put(
-    edit: Edit, result: Node, operands: list[Node], keywords: dict[str, Any], flat: bool, lost: Node | None
-) -> None:
-    """The fused call in the place of `result`; `lost` are the rows that are NaN."""
-    if not flat and lost is None:
-        edit.replace(result, F.scaled_dot_product_attention, *operands, **keywords)
-        return
-    fused = edit.insert(result, F.scaled_dot_product_attention, *operands, name="attention", **keywords)
-    if lost is None:
-        edit.replace(result, torch.squeeze, fused, 0)
-        return
-    whole = edit.insert(result, torch.squeeze, fused, 0) if flat else fused
-    edit.replace(result, torch.masked_fill, whole, lost, math.nan)

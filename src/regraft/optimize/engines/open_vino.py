@@ -24,7 +24,8 @@ def build(flat: Flat) -> Run:
     """
     import openvino
 
-    model = openvino.convert_model(flat.exported())
+    attention = torch.ops.aten.scaled_dot_product_attention.default
+    model = openvino.convert_model(flat.exported().run_decompositions({attention: _with_repeated_keys}))
     settings: dict[str, Any] = {
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_NUM_THREADS": torch.get_num_threads(),
@@ -40,3 +41,12 @@ def build(flat: Flat) -> Run:
         return [torch.from_numpy(found[index].copy()) for index in range(len(compiled.outputs))]
 
     return run
+
+
+def _with_repeated_keys(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **settings: Any) -> Any:
+    """Attention of groups of queries with one key for each query: OpenVINO has no other."""
+    if not settings.pop("enable_gqa", False):
+        return NotImplemented
+    each = query.shape[-3] // key.shape[-3]
+    repeated = (tensor.repeat_interleave(each, -3) for tensor in (key, value))
+    return torch.ops.aten.scaled_dot_product_attention.default(query, *repeated, *rest, **settings)

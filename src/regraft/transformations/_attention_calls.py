@@ -1,0 +1,211 @@
+"""What attention is given without need: keys and values repeated for each query, a mask that hides the future alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import reduce
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.nn import functional as F
+
+from regraft.core.edit import Edit
+from regraft.core.pattern import Match, Pattern
+from regraft.core.query import Facts, require, that
+from regraft.core.tree import Tree
+from regraft.core.values import same_shape, value_of
+from regraft.core.vocabulary import ATTENTION, EXPAND, INDEX, REPEAT, RESHAPE, UNSQUEEZE, Call, read
+from regraft.transformations._attention import Mask
+from regraft.transformations._constants import constant_value, piece
+
+_LARGEST = 1 << 24
+"""So many elements of a mask are looked at."""
+
+
+class Attentions(Pattern):
+    """Attention that is written out, and calls of the fused one with more than they need.
+
+    Args:
+        written: What written-out attention looks like.
+    """
+
+    def __init__(self, written: Tree) -> None:
+        self.written = written
+
+    def candidates(self, owner: GraphModule) -> Iterator[tuple[Node, ...]]:
+        calls = ((node,) for node in owner.graph.nodes if _heavy(node, owner))
+        yield from sorted((*self.written.candidates(owner), *calls), key=lambda nodes: nodes[-1])
+
+    def match(self, owner: GraphModule, nodes: tuple[Node, ...]) -> Match | None:
+        call = read(nodes[0], owner)
+        if call is None or call.operation is not ATTENTION:
+            return self.written.match(owner, nodes)
+        return Match(owner, (call,)) if _heavy(nodes[0], owner) else None
+
+
+def _heavy(node: Node, owner: GraphModule) -> bool:
+    call = read(node, owner)
+    if call is None or call.operation is not ATTENTION:
+        return False
+    mask = call["attn_mask"]
+    return grouped(call["key"], call["value"], owner) is not None or (
+        isinstance(mask, Node) and not call["is_causal"] and piece(mask, owner) is not None
+    )
+
+
+def lighten(match: Match, edit: Edit, facts: Facts) -> str:
+    """Give a fused call the keys and values without their repetition, and no mask where that is the causal one."""
+    call, owner = match.call, match.owner
+    query, key, value, mask = (call[name] for name in ("input", "key", "value", "attn_mask"))
+    pair = grouped(key, value, owner)
+    reason = repeats_in_vain(query, pair, [key, value], call.node, facts) if pair is not None else None
+    causal = isinstance(mask, Node) and is_causal([_given(mask)], call["scale"], query, value, owner, facts)
+    require(that(causal or pair is not None, f"the mask {getattr(mask, 'name', mask)!r} is not known to be causal"))
+    require(reason if not causal else None)
+    taken = pair if reason is None else None
+
+    edit.replace(
+        call.node, F.scaled_dot_product_attention, query, *(taken or (key, value)), **_settings(call, causal, taken)
+    )
+    for left in (key, value, *([mask] if causal else [])):
+        drop(left, edit)
+    what = ("the keys and values are not repeated", taken is not None), ("the mask is causal", causal)
+    return ", ".join(text for text, done in what if done)
+
+
+def _settings(call: Call, causal: bool, pair: Any) -> dict[str, Any]:
+    """The keywords of the lighter call: those of the call that it stands for, and no defaults."""
+    given = {name: call[name] for name in ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")}
+    given |= {"attn_mask": None, "is_causal": True} if causal else {}
+    given |= {"enable_gqa": True} if pair is not None else {}
+    if not given["dropout_p"]:
+        del given["dropout_p"]
+    return {name: value for name, value in given.items() if value is not None and value is not False}
+
+
+def _given(mask: Node) -> Mask:
+    """The mask of a fused call: true where a score stays, or added."""
+    value = value_of(mask)
+    boolean = value is not None and value.dtype is torch.bool
+    return Mask(mask, -math.inf, True) if boolean else Mask(mask)
+
+
+def grouped(key: Any, value: Any, owner: GraphModule) -> tuple[Node, Node] | None:
+    """The keys and values before each head of theirs was repeated for the queries of its group."""
+    found = repeated(key, owner), repeated(value, owner)
+    if found[0] is None or found[1] is None or found[0][1] != found[1][1]:
+        return None
+    return found[0][0], found[1][0]
+
+
+def repeated(value: Any, owner: GraphModule) -> tuple[Node, int] | None:
+    """What a value of (batch, heads, length, width) repeats, each head so many times running, and how often."""
+    call, after = read(value, owner), value_of(value)
+    if call is None or after is None or after.ndim != 4:
+        return None
+    source = _expanded(call) if call.operation is RESHAPE else call["input"] if call.operation is REPEAT else None
+    before = value_of(source)
+    if source is None or before is None or before.ndim != 4:
+        return None
+    heads: Any = before.shape[1]
+    more: Any = after.shape[1]
+    if not isinstance(heads, int) or not isinstance(more, int) or more <= heads or more % heads:
+        return None
+    if call.operation is REPEAT and (call["dim"] not in (1, -3) or call["repeats"] != more // heads):
+        return None
+    alike = same_shape([before.shape[0], *before.shape[2:]], [after.shape[0], *after.shape[2:]])
+    return (source, more // heads) if alike else None
+
+
+def _expanded(reshape: Call) -> Node | None:
+    """The value of four axes that got a fifth behind its heads, along which it was expanded before it was reshaped."""
+    expand = read(reshape.input, reshape.owner)
+    added = read(expand["input"], expand.owner) if expand is not None and expand.operation is EXPAND else None
+    if expand is None or added is None or added.operation not in (UNSQUEEZE, INDEX):
+        return None
+    source, wide, narrow = added["input"], value_of(expand.node), value_of(added.node)
+    before, after = value_of(source), value_of(reshape.node)
+    if before is None or wide is None or narrow is None or after is None or wide.ndim != 5 or narrow.ndim != 5:
+        return None
+    if not _adds_third_axis(added) or not same_shape([*wide.shape[:2], *wide.shape[3:]], before.shape):
+        return None
+    sizes: tuple[Any, ...] = tuple(wide.shape[1:3])
+    fixed = all(isinstance(size, int) for size in sizes)
+    return source if fixed and sizes[0] * sizes[1] == after.shape[1] else None
+
+
+def _adds_third_axis(call: Call) -> bool:
+    if call.operation is UNSQUEEZE:
+        return call["dim"] in (2, -3)
+    index = call["index"]
+    whole = slice(None)
+    return isinstance(index, tuple) and index[:3] == (whole, whole, None) and all(one == whole for one in index[3:])
+
+
+def repeats_in_vain(
+    query: Any, pair: tuple[Node, Node], repetitions: list[Node], last: Node, facts: Facts
+) -> str | None:
+    """None where the fused call may have the keys and values as they are before they are repeated."""
+    device = value_of(pair[0])
+    if device is None or device.device.type not in ("cpu", "meta"):
+        return "the keys and values are not on the CPU, and other devices compute groups of queries by slow ways"
+    shapes = [value_of(one) for one in (query, repetitions[0])]
+    if any(shape is None for shape in shapes) or shapes[0].shape[1] != shapes[1].shape[1]:  # type: ignore[union-attr]
+        return "the queries have another number of heads than the repeated keys"
+    answers = [facts.unchanged(one, whole, last) for one, whole in zip(pair, repetitions, strict=True)]
+    answers += [facts.untouched(whole) for whole in repetitions]
+    return next((answer for answer in answers if answer is not None), None)
+
+
+def is_causal(masks: list[Mask], scale: float | None, query: Any, value: Any, owner: GraphModule, facts: Facts) -> bool:
+    """Whether the masks together hide from each position the later ones and nothing else, whatever the inputs are."""
+    q, v = value_of(query), value_of(value)
+    if not masks or q is None or v is None or (scale is not None and scale <= 0):
+        return False  # torch hides before it scales, and makes NaN where the scale turns infinity around
+    length: Any = q.shape[-2]
+    keys: Any = v.shape[-2]
+    if not isinstance(length, int) or length != keys:
+        return False
+    values = [constant_value(mask.node, owner, facts, _LARGEST) for mask in masks]
+    known = [value for value in values if value is not None]
+    if len(known) < len(masks) or any(value.shape[-2:] != (length, length) for value in known):
+        return False
+    seen = torch.ones(length, length, dtype=torch.bool).tril()
+    if masks[0].fill is not None:
+        hidden = [~value if mask.keeps else value for value, mask in zip(known, masks, strict=True)]
+        return bool((reduce(torch.logical_or, hidden) == ~seen).all())
+    total = reduce(torch.add, known)
+    if not total.dtype.is_floating_point:
+        return False
+    return bool(torch.where(seen, total == 0, total <= torch.finfo(total.dtype).min / 2).all())
+
+
+def put(
+    edit: Edit, result: Node, operands: list[Node], keywords: dict[str, Any], flat: bool, lost: Node | None
+) -> None:
+    """The fused call in the place of `result`; `lost` are the rows that are NaN."""
+    if not flat and lost is None:
+        edit.replace(result, F.scaled_dot_product_attention, *operands, **keywords)
+        return
+    fused = edit.insert(result, F.scaled_dot_product_attention, *operands, name="attention", **keywords)
+    if lost is None:
+        edit.replace(result, torch.squeeze, fused, 0)
+        return
+    whole = edit.insert(result, torch.squeeze, fused, 0) if flat else fused
+    edit.replace(result, torch.masked_fill, whole, lost, math.nan)
+
+
+def drop(value: Node, edit: Edit) -> None:
+    """Erase a value that nobody reads any more, and what was computed for it alone."""
+    stack = [value]
+    while stack:
+        node = stack.pop()
+        if node in edit.erased or node.users or node.op not in ("call_function", "call_method", "get_attr"):
+            continue
+        stack.extend(node.all_input_nodes)
+        if node.op == "get_attr":
+            edit.discard_weight(node)
+        else:
+            edit.erase(node)
