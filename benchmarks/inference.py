@@ -117,7 +117,19 @@ def randomise_statistics(model: nn.Module) -> None:
 
 
 def eager(model: nn.Module, kwargs: dict[str, Any]) -> Call:
-    return lambda: model(**kwargs)
+    cache = kwargs.get("past_key_values")
+    if cache is None:
+        return lambda: model(**kwargs)
+    length = cache.get_seq_length()
+
+    def call() -> Any:
+        result = model(**kwargs)
+        longer = cache.get_seq_length() - length  # by what the original's forward adds; a graph leaves it as it is
+        if longer:
+            cache.crop(-longer)
+        return result
+
+    return call
 
 
 def rewritten(model: nn.Module, kwargs: dict[str, Any], preset: str = "exact") -> nn.Module:
@@ -175,11 +187,21 @@ def openvino(model: nn.Module, kwargs: dict[str, Any], **settings: Any) -> Call:
     threads = {"INFERENCE_NUM_THREADS": torch.get_num_threads()}
     request = ov.Core().compile_model(found, "CPU", {**threads, **settings}).create_infer_request()
     feed = [value.numpy() for value in _tensors(kwargs)]
+    if len(feed) != len(found.inputs):  # it would take zeros for what is missing
+        raise ValueError(f"{len(found.inputs)} inputs, and {len(feed)} tensors given: a cache is not fed")
     return lambda: request.infer(feed)
 
 
 def openvino_float32(model: nn.Module, kwargs: dict[str, Any]) -> Call:
     return openvino(model, kwargs, INFERENCE_PRECISION_HINT="f32")
+
+
+def regraft_onnxruntime(model: nn.Module, kwargs: dict[str, Any]) -> Call:
+    return onnxruntime(rewritten(model, kwargs, "compile"), kwargs)
+
+
+def regraft_openvino_float32(model: nn.Module, kwargs: dict[str, Any]) -> Call:
+    return openvino_float32(rewritten(model, kwargs, "compile"), kwargs)
 
 
 def _tensors(kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -194,10 +216,12 @@ FLOAT32: dict[str, Callable[..., Call]] = {
     "compile": compiled,
     "compile, freezing": frozen,
     "onnxruntime": onnxruntime,
+    "regraft + onnxruntime": regraft_onnxruntime,
     "openvino f32": openvino_float32,
+    "regraft + openvino f32": regraft_openvino_float32,
 }
 # The model in bfloat16; but ONNX Runtime has few such kernels, and OpenVINO goes down from float32 by itself.
-BFLOAT16 = {name: make for name, make in FLOAT32.items() if name not in ("onnxruntime", "openvino f32")}
+BFLOAT16 = {name: make for name, make in FLOAT32.items() if "onnxruntime" not in name and "openvino" not in name}
 OWN_BFLOAT16: dict[str, Callable[..., Call]] = {
     "regraft, ReducePrecision": lambda model, kwargs: eager(rewritten(model, kwargs, "fast"), kwargs),
     "openvino default": openvino,
@@ -254,6 +278,10 @@ def columns(name: str, batch: int, dtype: str, chosen: set[str] | None) -> tuple
 
 
 def _bfloat16(value: Any) -> Any:
+    if hasattr(value, "get_seq_length"):
+        value = copy.deepcopy(value)
+        for layer in value.layers:
+            layer.keys, layer.values, layer.dtype = layer.keys.bfloat16(), layer.values.bfloat16(), torch.bfloat16
     return value.bfloat16() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 

@@ -1,6 +1,6 @@
 """All benchmarks, one after the other: `make bench`. Each prints its tables; an argument names the ones to run.
 
-python benchmarks/run.py [engine] [weights] [inference]
+python benchmarks/run.py [engine] [weights] [inference] [limits]
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-NAMES = ("engine", "weights", "inference")
+NAMES = ("engine", "weights", "inference", "limits")
 
 
 def main() -> int:

@@ -21,7 +21,7 @@ from regraft.transformations._activations import NONE, Activation
 
 Layer = TypeVar("Layer", bound="Packed")
 
-FEW_ROWS = 4
+FEW_ROWS = 3
 """Up to so many rows a float32 product reads the weight once whatever its layout, and MKL's packed one is no faster."""
 PACKS = 2
 """So many packed float32 copies of a weight are kept, each for one number of rows."""
