@@ -216,6 +216,24 @@ def test_weights_that_change_are_packed_again():
     assert_matches_float64(changed, gm, IMAGE)
 
 
+@pytest.mark.skipif(not mkldnn.works(mkldnn.MKL, torch.float32), reason="a build without MKL")
+def test_a_float32_weight_is_packed_for_a_number_of_rows_that_comes_twice_running():
+    model = randomise(nn.Sequential(nn.Linear(7, 5)))
+    gm = PACK(capture(model, (torch.randn(4, 7),), "fx"))
+    layer = gm.get_submodule("0")
+    assert isinstance(layer, PackedLinear)
+    packs = []
+    # one that does not come back, few rows, more, still more, and the oldest of three goes
+    for rows in (6, 4, 6, 3, 3, 1, 1, 4, 4, 6, 6, 9, 9):
+        x = torch.randn(rows, 7)
+        assert_matches_float64(model, gm, (x,))
+        packs.append((rows, sorted(layer._packs)))
+    assert packs == [
+        *((6, []), (4, []), (6, []), (3, []), (3, []), (1, []), (1, [])),
+        *((4, []), (4, [4]), (6, [4]), (6, [4, 6]), (9, [4, 6]), (9, [6, 9])),
+    ]
+
+
 def test_moving_and_copying():
     model = randomise(nn.Sequential(nn.Conv2d(4, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 7 * 6, 5)))
     gm = packed(model, IMAGE)
