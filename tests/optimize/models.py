@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+WINDOW = 20
+
 
 class Heads(nn.Module):
     """Two projections of one input behind a convolution and a norm: something for each of the usual rewrites."""
@@ -56,6 +58,20 @@ def decoder(kind: str) -> nn.Module:
     if kind == "GPT2":
         config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=64, **_SPECIAL)
         return transformers.GPT2LMHeadModel(config).eval()
+    if kind == "T5":
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+        return transformers.T5ForConditionalGeneration(transformers.T5Config(**_SPECIAL, **sizes)).eval()
+    if kind == "Whisper":
+        sides = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+        sides |= {"d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "decoder_start_token_id": 2}
+        sides |= {"num_mel_bins": 8, "max_source_positions": 20, "suppress_tokens": None, "begin_suppress_tokens": None}
+        config = transformers.WhisperConfig(**_SPECIAL, **sides, max_target_positions=64)
+        return transformers.WhisperForConditionalGeneration(config).eval()
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "max_position_embeddings": 64}
-    config = getattr(transformers, f"{kind}Config")(**_SPECIAL, **sizes, num_attention_heads=2, num_key_value_heads=1)
+    if kind in ("Mistral", "Gemma3"):
+        sizes |= {"sliding_window": WINDOW, "head_dim": 8}
+    if kind == "Gemma3":
+        sizes |= {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    name = "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config"
+    config = getattr(transformers, name)(**_SPECIAL, **sizes, num_attention_heads=2, num_key_value_heads=1)
     return getattr(transformers, f"{kind}ForCausalLM")(config).eval()

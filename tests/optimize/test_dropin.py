@@ -266,6 +266,40 @@ def test_compiled_in_one_graph(pair) -> None:
     assert not any("batch_norm" in op for op in ops), "the rewritten graph is what was compiled"
 
 
+class Parity(nn.Module):
+    """Computes something else for an odd batch, and with another constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, k: int = 1) -> torch.Tensor:
+        y = self.a(x) + self.b(x)
+        return (y * 2 if x.shape[0] % 2 == 0 else y) * k
+
+
+def test_compiled_it_never_runs_a_graph_for_other_sizes_or_constants() -> None:
+    model = Parity().eval()
+    x = torch.randn(4, 4)
+    result = optimize(model, (x,), {"k": 3}, transformations="MergeLinears", keep="all", seconds=0.01)
+    compiled = torch.compile(result.model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        for batch, k in [(4, 3), (4, 2), (3, 3), (6, 3), (5, 2)]:
+            x = torch.randn(batch, 4)
+            assert close(compiled(x, k), model(x, k)), (batch, k)
+
+
+def test_a_graph_that_is_compiled_or_exported_refuses_other_sizes() -> None:
+    gm = rg.trace(Parity().eval(), (torch.randn(4, 4),), dynamic_shapes="auto")
+    compiled = torch.compile(gm, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        assert close(compiled(x := torch.randn(6, 4)), gm(x))
+        with pytest.raises(Exception, match=r"NotCovered|Observed exception"):
+            compiled(torch.randn(5, 4))
+    with pytest.raises(TypeError, match="does not hold"):
+        torch.export.export(gm, (torch.randn(5, 4),))
+
+
 def test_compiled_with_gradients(pair) -> None:
     model, dropin = pair
     compiled = torch.compile(dropin, fullgraph=True, backend="eager")

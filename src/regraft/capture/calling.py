@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from regraft.capture import torch_private, transformers_adapter
+from regraft.capture import caches, torch_private, transformers_adapter
 from regraft.capture.constraints import Constraints
+from regraft.core.errors import NotCovered
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +96,12 @@ class Calling:
             TypeError: an argument is missing, is not what it was at capture, or has a shape for which the graph does
                 not hold; the message names it.
         """
-        if torch.compiler.is_compiling():  # the compiler has its own guards, and must not trace ours
+        if torch.compiler.is_compiling():
+            if not self._covers(values):
+                raise NotCovered(
+                    "the captured graph does not hold for the sizes or the constants of this call, which is being "
+                    "compiled; call the graph itself to be told which"
+                )
             return self._unchecked(values)
         if any(isinstance(value, torch.fx.Proxy) for value in values):
             return self._unchecked(values)
@@ -114,9 +120,23 @@ class Calling:
             if argument.spec is None:
                 flat = [value]
             else:
-                flat = torch_private.tree_leaves(value)
+                flat = torch_private.tree_leaves(caches.unfold(value))
             leaves += [leaf for leaf, constant in zip(flat, argument.leaves) if constant is None]
         return leaves
+
+    def covers(self, call: Mapping[str, Any]) -> bool:
+        """Whether the graph holds for a call of its structure; what `bind` asks, in a form that a compiler can trace.
+
+        Args:
+            call: the arguments by name; tensors where the graph has tensors.
+        """
+        return self._covers(tuple(call.get(argument.name, argument.constant) for argument in self.arguments))
+
+    def _covers(self, values: tuple[Any, ...]) -> bool:
+        for argument, value in zip(self.arguments, values):
+            if argument.spec is None and argument.leaves[0] is not None and not _is_constant(argument.constant, value):
+                return False
+        return self.constraints is None or self.constraints.holds(self._unchecked(values))
 
     def result(self, leaves: Sequence[Any]) -> Any:
         """What the model returns, from the outputs of the graph.
@@ -153,7 +173,7 @@ def _leaves(argument: Argument, value: Any) -> list[Any]:
     if argument.spec is None:
         _check_constant(argument.name, argument.constant, value)
         return []
-    flat, spec = torch_private.tree_flatten(value)
+    flat, spec = _flat(argument, value)
     if spec != argument.spec:
         raise TypeError(_other_structure(argument, value, spec))
     tensors = []
@@ -169,6 +189,17 @@ def _leaves(argument: Argument, value: Any) -> list[Any]:
     return tensors
 
 
+def _flat(argument: Argument, value: Any) -> tuple[list[Any], Any]:
+    state = value if type(value) is caches.State else caches.state_of(value)
+    if state is None:
+        return torch_private.tree_flatten(value)
+    if torch_private.spec_type(argument.spec) is caches.State and state.form == torch_private.spec_context(
+        argument.spec
+    ):
+        return state.leaves, argument.spec
+    return torch_private.tree_flatten(state)
+
+
 def _check_constant(name: str, captured: Any, given: Any) -> None:
     if given is captured:
         return
@@ -177,11 +208,17 @@ def _check_constant(name: str, captured: Any, given: Any) -> None:
             f"unexpected argument {name}: it was not given when the graph was captured, so the graph does not use it; "
             f"capture the model with {name} to have it"
         )
-    if isinstance(given, torch.Tensor) or type(given) is not type(captured) or given != captured:
+    if not _is_constant(captured, given):
         raise TypeError(
             f"{name} was {captured!r} when the graph was captured, which is now fixed, but {_said(given)} was given; "
             "capture the model once for each value"
         )
+
+
+def _is_constant(captured: Any, given: Any) -> bool:
+    if given is captured:
+        return True
+    return not isinstance(given, torch.Tensor) and type(given) is type(captured) and bool(given == captured)
 
 
 def _said(value: Any) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from regraft.capture import torch_private
+from regraft.capture import caches, torch_private
 from regraft.capture.shapes import Axes, enlarged
 from regraft.capture.signature import Call
 
@@ -50,7 +50,8 @@ class Flat(nn.Module):
 
     def _run(self, *leaves: Any) -> tuple[Any, ...]:
         args, kwargs = self.call.rebuild(leaves)
-        flat, spec = torch_private.tree_flatten(self._modules[PREFIX](*args, **kwargs))  # type: ignore[misc]
+        result = self._modules[PREFIX](*args, **kwargs)  # type: ignore[misc]
+        flat, spec = torch_private.tree_flatten(caches.unfold(result))
         self.seen.out_spec = spec
         for leaf in flat:
             if not isinstance(leaf, _LEAVES):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from regraft.capture import torch_private
+from regraft.capture import caches, torch_private
 from regraft.capture.calling import Calling
 from regraft.capture.constraints import Constraints, Range
 from regraft.capture.signature import Call
@@ -131,7 +131,7 @@ def _run(module: nn.Module, model: nn.Module, call: Call, leaves: list[torch.Ten
     try:
         # fx writes about a failing graph to stderr, where nobody is to read of a mere try
         with untouched(model), buffers_restored(model), torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
-            return list(torch_private.tree_leaves(module(*args, **kwargs)))
+            return list(torch_private.tree_leaves(caches.unfold(module(*args, **kwargs))))
     except Exception:  # whatever a model raises when it does not take this size
         return None
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from regraft.capture import torch_private
+from regraft.capture import caches, torch_private
 from regraft.capture.signature import Call
 
 #: for each tensor, what its axes are; None where none varies
@@ -73,7 +73,7 @@ def _nested_axes(name: str, value: Any, spec: Any) -> Iterator[dict[int, Any] | 
     if isinstance(value, torch.Tensor):
         yield _tensor_axes(name, value, spec)
         return
-    children, _ = torch_private.children_of(value)
+    children, _ = torch_private.children_of(caches.unfold(value))
     parts = list(spec.values()) if isinstance(spec, Mapping) else spec
     if parts is None:
         parts = [None] * len(children)

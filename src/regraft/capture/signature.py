@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from regraft.capture import torch_private
+from regraft.capture import caches, torch_private
 from regraft.capture.calling import Argument
 from regraft.core.errors import CaptureError
 
@@ -135,6 +135,7 @@ def _take(call: Call, name: str, value: Any, given: bool) -> None:
         call.arguments.append(Argument(name, None, (None,)))
         _add_leaf(call, name, value)
         return
+    value = caches.unfold(value)
     flat, spec = torch_private.tree_flatten(value)
     if torch_private.is_leaf(spec) or not any(isinstance(leaf, torch.Tensor) for leaf in flat):
         _refuse_opaque(name, value)

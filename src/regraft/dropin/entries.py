@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
+from regraft.capture import caches
 from regraft.capture.codegen import CallingCodeGen
 from regraft.core.fx_private import codegen_of
-from regraft.dropin import caches
 
 _Kind = tuple[torch.dtype, torch.device, int]
 
@@ -26,11 +26,13 @@ class Slot:
         name: The argument.
         kinds: For each tensor in it.
         single: Whether the argument is one tensor itself.
+        form: What it is beside its tensors, where it is a cache.
     """
 
     name: str
     kinds: tuple[_Kind, ...]
     single: bool
+    form: caches.Form | None = None
 
 
 class Entry:
@@ -48,8 +50,10 @@ class Entry:
         self.name = name
         self.gm = gm
         self.form = tuple(_slot(name, value) for name, value in sample.items())
+        self.names = tuple(slot.name for slot in self.form)
         self.engine: Any = None
-        self.sizes = tuple(_sizes(gm, sample))
+        codegen = codegen_of(gm.graph)
+        self._calling = codegen.calling if isinstance(codegen, CallingCodeGen) else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "engine": None}  # an engine belongs to a process; a copy runs the graph itself
@@ -62,28 +66,24 @@ class Entry:
         """
         if len(call) != len(self.form):
             return False
-        for slot in self.form:
-            value = call.get(slot.name)
-            if value is None:
-                return False
-            if slot.single:
-                if not isinstance(value, Tensor) or not _is(value, slot.kinds[0]):
-                    return False
-            elif slot.kinds and not _all_are(value, slot.kinds):
-                return False
-        return True
+        return all(map(_fits, self.form, map(call.get, self.names)))
+
+    def takes(self, call: Mapping[str, Any]) -> bool:
+        """Whether a call, with whatever cache is in it, is one that the graph runs.
+
+        Args:
+            call: What `Reader.read` returned.
+        """
+        taken = {name: caches.state_of(value) or value for name, value in call.items()}
+        return self.matches(taken) and self.holds(taken)
 
     def holds(self, call: Mapping[str, Any]) -> bool:
-        """Whether the sizes of a matching call are among the graph's, as far as single sizes tell; for compilers.
+        """Whether the sizes and constants of a matching call are the graph's, asked so that a compiler can trace it.
 
         Args:
             call: A call that matches.
         """
-        for name, axis, least, exact in self.sizes:
-            size = call[name].shape[axis]
-            if size != least if exact else size < least:
-                return False
-        return True
+        return self._calling is None or self._calling.covers(call)
 
     def run(self, call: Mapping[str, Any]) -> Any:
         """Run the graph, or the engine that has taken it over.
@@ -102,27 +102,25 @@ class Entry:
 def _slot(name: str, value: Any) -> Slot:
     if isinstance(value, Tensor):
         return Slot(name, (_kind(value),), True)
+    state = caches.state_of(value)
+    if state is not None:
+        return Slot(name, tuple(map(_kind, state.leaves)), False, state.form)
     return Slot(name, tuple(map(_kind, _tensors(value))), False)
+
+
+def _fits(slot: Slot, value: Any) -> bool:
+    if slot.single:
+        return isinstance(value, Tensor) and _is(value, slot.kinds[0])
+    if slot.form is not None:
+        return type(value) is caches.State and value.form == slot.form and all(map(_is, value.leaves, slot.kinds))
+    if not slot.kinds:
+        return value is not None
+    tensors = _tensors(value)
+    return len(tensors) == len(slot.kinds) and all(map(_is, tensors, slot.kinds))
 
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _sizes(gm: GraphModule, sample: Mapping[str, Any]) -> Iterator[tuple[str, int, int, bool]]:
-    """Argument, axis and size, and whether it must be that or is the least: what the graph asks of plain tensors."""
-    codegen = codegen_of(gm.graph)
-    constraints = codegen.calling.constraints if isinstance(codegen, CallingCodeGen) else None
-    if constraints is None:
-        return
-    for name, shape in zip(constraints.names, constraints.shapes):
-        if not isinstance(sample.get(name), Tensor):
-            continue
-        for axis, size in enumerate(shape):
-            if isinstance(size, int):
-                yield name, axis, size, True
-            elif size in constraints.ranges and constraints.ranges[size].lower > 0:
-                yield name, axis, constraints.ranges[size].lower, False
 
 
 def _kind(tensor: Tensor) -> _Kind:
@@ -131,8 +129,3 @@ def _kind(tensor: Tensor) -> _Kind:
 
 def _is(tensor: Tensor, kind: _Kind) -> bool:
     return tensor.dtype is kind[0] and tensor.device == kind[1] and tensor.dim() == kind[2]
-
-
-def _all_are(value: Any, kinds: tuple[_Kind, ...]) -> bool:
-    tensors = caches.tensors(value) if caches.is_plain(value) else _tensors(value)
-    return len(tensors) == len(kinds) and all(_is(tensor, kind) for tensor, kind in zip(tensors, kinds))

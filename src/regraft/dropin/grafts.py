@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from regraft.dropin import caches
+from regraft.capture import caches
+from regraft.core.errors import NotCovered
 from regraft.dropin.entries import Entry
 from regraft.dropin.reading import Reader
 from regraft.dropin.watch import Watch
@@ -54,19 +55,27 @@ class Grafts:
         """
         if torch.compiler.is_compiling():
             return self._run_traced(model, args, kwargs)
-        call, cache = self.reader.without_empty_cache(self.reader.read(args, kwargs))
+        call, cache = self._read(args, kwargs)
         reason = self._obstacle(model, call)
         if reason is not None:
             return self._leave(reason)
+        refused: NotCovered | None = None
         for entry in self.entries:
             if not entry.matches(call):
                 continue
             try:
                 result = entry.run(call)
+            except NotCovered as error:
+                refused = error
+                continue
             except Exception as error:  # the original decides whether the call is wrong, and says so in its own words
                 return self._leave(f"{_first_line(error)}", key=f"{entry.name}: {type(error).__name__}", call=call)
             self.calls[entry.name] += 1
+            if refused is not None:  # what is called next is likely to be of this entry's sizes too
+                self.entries = [entry, *(other for other in self.entries if other is not entry)]
             return result if cache is None else caches.fill(cache, result)
+        if refused is not None:
+            return self._leave(f"{_first_line(refused)}", key="sizes", call=call)
         return self._leave("none of its graphs was captured for it", call=call)
 
     def check(self, model: nn.Module) -> str | None:
@@ -109,6 +118,13 @@ class Grafts:
             self.stale = self._watch.change()
         return {**self.__dict__, "_watch": None, "_said": set(), "calls": dict.fromkeys(self.calls, 0)}
 
+    def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+        """The call, its cache taken apart, and that cache."""
+        call, cache, state = self.reader.without_empty_cache(self.reader.read(args, kwargs))
+        if state is not None:
+            call["past_key_values"] = state
+        return call, cache
+
     def _obstacle(self, model: nn.Module, call: Mapping[str, Any]) -> str | None:
         """Why no graph may be used, whatever was captured."""
         if self.check(model) is not None:
@@ -136,7 +152,7 @@ class Grafts:
         # Traced once and guarded by whoever traces it, so nothing here has to be fast, and all of it plain.
         if self.stale is not None or model.training:
             return NOTHING
-        call, cache = self.reader.without_empty_cache(self.reader.read(args, kwargs))
+        call, cache = self._read(args, kwargs)
         recorded = torch.is_grad_enabled() and not torch.compiler.is_exporting()
         if recorded and (any(p.requires_grad for p in model.parameters()) or _wants_gradient(call)):
             return NOTHING
@@ -162,6 +178,8 @@ def _described(call: Mapping[str, Any]) -> str:
 def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} of {value.dim()} axes on {value.device}"
+    if isinstance(value, caches.State):
+        return "a cache"
     return repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from regraft.dropin import caches
+from regraft.capture import caches
+from regraft.capture.transformers_adapter import is_pretrained
 
 _SETTINGS = ("return_dict", "use_cache", "output_attentions", "output_hidden_states")
 _PLAIN = (bool, int, float, str)
@@ -26,9 +27,10 @@ class Reader:
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self.names = tuple(p.name for p in parameters if p.kind in positional)
         self.star = next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL), None)
+        self.config = getattr(model, "config", None)
         self.defaults = {p.name: p.default for p in parameters if type(p.default) in _PLAIN}
-        self.has_cache = caches.is_pretrained(model) and any(p.name == "past_key_values" for p in parameters)
-        if caches.is_pretrained(model):  # None means "as the config says" for each of these, in every one of its models
+        self.has_cache = is_pretrained(model) and any(p.name == "past_key_values" for p in parameters)
+        if is_pretrained(model):  # None means "as the config says" for each of these, in every one of its models
             known = {name: getattr(model.config, name, None) for name in _SETTINGS}
             self.defaults.update({name: value for name, value in known.items() if type(value) is bool})
 
@@ -58,8 +60,8 @@ class Reader:
         default = self.defaults.get(name)
         return type(value) is type(default) and bool(value == default)
 
-    def without_empty_cache(self, call: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-        """The call less a cache that has nothing in it, and the cache that the call is to fill, or None.
+    def without_empty_cache(self, call: dict[str, Any]) -> tuple[dict[str, Any], Any, caches.State | None]:
+        """The call less a cache that has nothing in it, the cache that the call is to fill, or None, and what is in it.
 
         A model that is given no cache makes one; so both are one call, but for the object that is filled.
 
@@ -67,8 +69,11 @@ class Reader:
             call: What `read` returned.
         """
         cache = call.get("past_key_values") if self.has_cache else None
-        if cache is None or not caches.is_plain(cache):
-            return call, None
-        if not caches.is_empty(cache) or not self.defaults.get("use_cache") or "use_cache" in call:
-            return call, cache
-        return {name: value for name, value in call.items() if name != "past_key_values"}, cache
+        state = None if cache is None else caches.state_of(cache)
+        if state is None:
+            return call, None, None
+        if not state.form.empty or not self.defaults.get("use_cache") or "use_cache" in call:
+            return call, cache, state
+        if not caches.begins_alike(state.form, self.config):
+            return call, cache, state
+        return {name: value for name, value in call.items() if name != "past_key_values"}, cache, None

@@ -6,21 +6,23 @@ import copy
 import functools
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from regraft.capture import caches
 from regraft.dropin import Reader
 
 logger = logging.getLogger("regraft")
 
 _TOKENS = 4
+_LARGEST = 1 << 24  # elements of the keys and values that are made up, at most
 
 
 def calls_of_generate(
-    model: nn.Module, reader: Reader, call: Mapping[str, Any]
+    model: nn.Module, reader: Reader, call: Mapping[str, Any], padded: bool = False
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The calls that a short greedy generation makes, in the form of the reader.
 
@@ -28,6 +30,7 @@ def calls_of_generate(
         model: A model of transformers; nothing is found for any other.
         reader: Reads calls of it.
         call: A call of it, from which the generation starts.
+        padded: Whether a token of the first text is masked: texts of one length are decoded without a mask.
 
     Returns:
         Those that begin with an empty cache, and those that go on with one that has something in it.
@@ -40,12 +43,18 @@ def calls_of_generate(
 
     @functools.wraps(inner)  # generate looks at the signature to see what it may pass
     def forward(*args: Any, **kwargs: Any) -> Any:
-        read, cache = reader.without_empty_cache(reader.read(args, kwargs))
+        read, cache, _ = reader.without_empty_cache(reader.read(args, kwargs))
         if cache is not None:
             (later if read.get("past_key_values") is cache else first).append(copy.deepcopy(read))
         return inner(*args, **kwargs)
 
-    inputs = {name: value for name, value in call.items() if isinstance(value, Tensor)}
+    # what is decoded begins as `generate` begins it, not with the example's targets
+    inputs = {name: v for name, v in call.items() if isinstance(v, Tensor) and not name.startswith("decoder_")}
+    if padded:
+        mask = _padded(reader, inputs)
+        if mask is None:
+            return [], []
+        inputs["attention_mask"] = mask
     had = model.__dict__.get("forward")
     model.__dict__["forward"] = forward
     try:
@@ -59,3 +68,40 @@ def calls_of_generate(
         if had is not None:
             model.__dict__["forward"] = had
     return first, later
+
+
+def _padded(reader: Reader, inputs: Mapping[str, Tensor]) -> Tensor | None:
+    tokens = inputs.get("input_ids")
+    if "attention_mask" not in reader.names or tokens is None or tokens.dim() != 2 or tokens.shape[1] < 2:
+        return None
+    mask = torch.ones_like(tokens, dtype=torch.long)
+    mask[0, 0] = 0
+    return mask
+
+
+def beyond_the_window(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What `generate` calls where a text has become longer than the window of a layer, made from shorter calls.
+
+    Args:
+        calls: Calls with a cache in them.
+
+    Returns:
+        None where no layer has a window, or where its cache would take long to compute with.
+    """
+    found = []
+    for more, call in enumerate(calls, 1):
+        cache = call["past_key_values"]
+        state = caches.state_of(cache)
+        if state is None or state.form.halves or max(state.form.windows, default=0) <= 0:
+            return []
+        window = max(state.form.windows)
+        if sum(leaf.numel() // leaf.shape[2] * window for leaf in state.leaves[:-1]) > _LARGEST:
+            return []
+        longer = {**call, "past_key_values": caches.beyond_window(cache, more)}
+        if "position_ids" in call:
+            longer["position_ids"] = torch.full_like(call["position_ids"], window + more)
+        if "attention_mask" in call:
+            mask = call["attention_mask"]
+            longer["attention_mask"] = torch.cat([mask, mask.new_ones(len(mask), window + more + 1 - mask.shape[1])], 1)
+        found.append(longer)
+    return found

@@ -124,10 +124,15 @@ class _Work:
 
     def transform(self, chosen: Sequence[Any]) -> None:
         """Apply each transformation to each graph, and keep what pays."""
+        by_name = {stepper.graph.name: stepper for stepper in self.steppers}
         for stepper in self.steppers:
-            for transformation in chosen:
+            example = by_name.get(stepper.graph.like or "")
+            for index, transformation in enumerate(chosen):
                 self.progress.next(f"{stepper.graph.name}: {type(transformation).__name__.lstrip('_')}")
-                stepper.take(transformation)
+                if example is None:
+                    stepper.take(transformation)
+                else:
+                    stepper.follow(transformation, example.results[index])
             share_weights(self.graphs[0].gm, stepper.graph.gm)
 
     def verify(self) -> None:

@@ -97,6 +97,25 @@ class Stepper:
                 undo(self.graph.gm, step)
         self.results.append(replace(result, reason=f"taken back, {comparison.reason}", comparison=comparison))
 
+    def follow(self, transformation: Transformation, other: StepResult) -> None:
+        """Apply one transformation where it stays in the graph of another call of the same layers.
+
+        Args:
+            transformation: The transformation.
+            other: What came of it there.
+        """
+        if not other.kept:
+            return
+        known = {step.id for step in history(self.graph.gm)}
+        with _without_remarks():
+            self.graph.gm = transformation(self.graph.gm)
+        records = tuple(step for step in history(self.graph.gm) if step.id not in known)
+        result = _result(self.graph.name, transformation, records)
+        kept = bool(result.applied)
+        self.results.append(
+            replace(result, kept=kept, reason=f"as in {other.graph}" if kept else _why_nothing(records))
+        )
+
     def take_back(self, index: int, reason: str) -> None:
         """Undo what one of the results stands for.
 

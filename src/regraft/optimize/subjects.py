@@ -5,21 +5,21 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from regraft.capture import lift, trace
+from regraft.capture import caches, lift, trace
 from regraft.capture.sample_inputs import SampleMaker
 from regraft.capture.transformers_adapter import is_pretrained, main_inputs
 from regraft.core.errors import CaptureError
 from regraft.core.graph_module import GraphModule, adopt
-from regraft.dropin import Entry, Reader, caches, share
-from regraft.optimize.observing import calls_of_generate
+from regraft.dropin import Entry, Reader, share
+from regraft.optimize.observing import beyond_the_window, calls_of_generate
 
 logger = logging.getLogger("regraft")
 
@@ -36,6 +36,7 @@ class Graph:
         inputs: The call.
         reference: The original, which is called likewise.
         more: Further calls of the same form, to verify with.
+        like: The graph of the same layers whose rewrites this one gets, unmeasured; None for one of its own.
     """
 
     name: str
@@ -43,11 +44,13 @@ class Graph:
     inputs: Inputs
     reference: Callable[..., Any]
     more: tuple[Inputs, ...] = ()
+    like: str | None = None
 
     @property
     def cache(self) -> Any:
         """The cache of keys and values in the call, or None."""
-        return self.inputs[1].get("past_key_values") if self.name == "decode" else None
+        cache = self.inputs[1].get("past_key_values")
+        return None if caches.state_of(cache) is None else cache
 
     def runner(self, program: Callable[..., Any]) -> Callable[[], object]:
         """The call as something to be timed: each time with a cache that is as it was.
@@ -128,17 +131,34 @@ def _module(model: nn.Module, inputs: Inputs, dynamic_shapes: Any, say: Callable
         reference = share(model).eval()
     reader = Reader(twin)
     call = reader.read(*inputs) if any(inputs) else _made(twin, reader)
-    call, _ = reader.without_empty_cache(call)
+    call, *_ = reader.without_empty_cache(call)
     say("capturing the model")
     first = Graph("forward", trace(twin, (), call, dynamic_shapes=dynamic_shapes), ((), call), reference)
     graphs = [first]
     if is_pretrained(twin):
-        prefills, decodes = calls_of_generate(twin, reader, call)
-        if prefills and not Entry("forward", first.gm, call).matches(prefills[0]):
-            graphs += _captured("prefill", twin, reference, prefills, dynamic_shapes, say, notes)
-        if decodes:
-            graphs += _captured("decode", twin, reference, decodes, dynamic_shapes, say, notes)
+        for name, calls, like in _of_generate(twin, reader, call):
+            if not any(Entry(graph.name, graph.gm, graph.inputs[1]).takes(calls[0]) for graph in graphs):
+                found = _captured(name, twin, reference, calls, dynamic_shapes, say, notes)
+                graphs += [replace(graph, like=like) for graph in found]
     return Subject(model, twin, reader, graphs, notes, reader.names[: len(inputs[0])])
+
+
+def _of_generate(
+    twin: nn.Module, reader: Reader, call: Mapping[str, Any]
+) -> Iterator[tuple[str, list[dict[str, Any]], str | None]]:
+    """The kinds of calls that `generate` makes: a name, calls, and the name of the kind that is rewritten alike."""
+    prefills, decodes = calls_of_generate(twin, reader, call)
+    found: list[tuple[str, list[dict[str, Any]], str | None]] = [("prefill", prefills, None), ("decode", decodes, None)]
+    found.append(("decode past the window", beyond_the_window(decodes), "decode"))
+    if prefills and "attention_mask" in prefills[0]:
+        without = {name: value for name, value in call.items() if name != "attention_mask"}
+        prefills, decodes = calls_of_generate(twin, reader, without)
+        found += [("unpadded prefill", prefills, "prefill"), ("unpadded decode", decodes, "decode")]
+    elif prefills:
+        prefills, decodes = calls_of_generate(twin, reader, call, padded=True)
+        found += [("padded prefill", prefills, "prefill"), ("padded decode", decodes, "decode")]
+        found.append(("padded decode past the window", beyond_the_window(decodes), "decode"))
+    return ((name, calls, like) for name, calls, like in found if calls)
 
 
 def _captured(
@@ -154,13 +174,14 @@ def _captured(
     say(f"capturing the model's {name}")
     first = calls[0]
     try:
-        shapes = _one_token_at_a_time(first) if name == "decode" and dynamic_shapes == "auto" else dynamic_shapes
+        shapes = _one_token_at_a_time(first) if dynamic_shapes == "auto" and _is_one_token(first) else dynamic_shapes
         gm = trace(twin, (), copy.deepcopy(first), dynamic_shapes=shapes)
     except CaptureError as error:
         notes.append(f"{name} was not captured, so the original runs it: {error}")
         logger.warning("%s", notes[-1])
         return []
-    more = tuple(((), one) for one in calls[1:] if one.keys() == first.keys())
+    entry = Entry(name, gm, first)
+    more = tuple(((), one) for one in calls[1:] if entry.takes(one))
     return [Graph(name, gm, ((), first), reference, more)]
 
 
@@ -174,10 +195,17 @@ def _one_token_at_a_time(call: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in call.items():
         if isinstance(value, Tensor):
             shapes[name] = varying(value)
-        elif name == "past_key_values":
-            every = {0: Dim.AUTO, 2: Dim.AUTO}  # the batch and the length so far; heads and their width are the model's
-            shapes[name] = [every for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+        elif (state := caches.state_of(value)) is not None:
+            # the batch and the length so far; heads and their width are the model's
+            shapes[name] = [{axis: Dim.AUTO for axis in (0, 2) if axis < leaf.dim()} for leaf in state.leaves]
+        elif leaves := [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]:
+            shapes[name] = [varying(leaf) for leaf in leaves]
     return shapes
+
+
+def _is_one_token(call: Mapping[str, Any]) -> bool:
+    tokens = call.get("decoder_input_ids", call.get("input_ids"))
+    return isinstance(tokens, Tensor) and tokens.dim() == 2 and tokens.shape[1] == 1
 
 
 def _made(model: nn.Module, reader: Reader) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from regraft.capture import caches
 from regraft.core.history import history, undo
-from regraft.dropin import Entry, caches
+from regraft.dropin import Entry
 from regraft.optimize.engines.flat import Engine, Flat
 from regraft.optimize.presets import PACKING
 from regraft.optimize.steps import clock, worst_sentence

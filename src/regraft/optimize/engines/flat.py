@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
+from regraft.capture import caches
 from regraft.capture.codegen import CallingCodeGen
 from regraft.core.fx_private import codegen_of
 from regraft.core.graph_module import GraphModule as OwnGraphModule
@@ -39,7 +40,7 @@ class Flat:
         self.values = [node.meta.get("val") for node in holders]
         self.sample = self.take(call)
         with torch.no_grad():
-            results, self._spec = pytree.tree_flatten(gm.forward(**call))
+            results, self._spec = pytree.tree_flatten(caches.unfold(gm.forward(**call)))
         self._constants = [None if isinstance(result, Tensor) else (result,) for result in results]
 
     def take(self, call: Mapping[str, Any]) -> list[Tensor]:
