@@ -10,9 +10,10 @@ import torch
 from models import decoder, heads, ids, image
 
 import regraft as rg
-from regraft.dropin import grafts_of
+from regraft.dropin import Entry, grafts_of
 from regraft.optimize.engines import ENGINES, choosing
 from regraft.optimize.engines.flat import Flat
+from regraft.optimize.subjects import Graph
 
 EXACT = {"transformations": [rg.FoldBatchNorm(), rg.MergeLinears()], "seconds": 0.01}
 
@@ -93,6 +94,41 @@ def test_an_engine_that_is_wrong_or_fails_is_not_taken(monkeypatch) -> None:
         assert grafts_of(result.model).entries[0].engine is None
 
 
+def test_what_rewriting_adds_to_an_engine_is_measured_and_shown(monkeypatch) -> None:
+    from regraft.verify import Comparison
+
+    seen = []
+    build = lambda flat: seen.append(flat.module) or (lambda inputs: flat.module(*inputs))
+    monkeypatch.setattr(choosing.importlib, "import_module", lambda name: type("A", (), {"build": staticmethod(build)}))
+    ratios: list[float] = []
+
+    def compare(*programs, **clock) -> Comparison:
+        ratio = ratios.pop(0)
+        return Comparison(1.0, ratio, ratio, ratio - 0.05, ratio + 0.05, (ratio,) * 10, 1)
+
+    monkeypatch.setattr(choosing, "compare_speed", compare)
+    for ratio, keep, where in ((0.7, "measured", 3), (1.6, "measured", 4), (1.6, "all", 3)):
+        seen.clear()
+        ratios[:] = [ratio, 0.5]
+        graph = rg.optimize(heads(), kwargs={"x": image()}, keep="all", **EXACT).graphs[0]
+        subject = Graph("forward", graph.graph_module, graph.inputs, heads())
+        entry = Entry("forward", graph.graph_module, graph.inputs[1])
+        found = choosing.adopt_engine("inductor", subject, entry, 0.01, keep == "measured")
+        layers = [sum(node.op == "call_module" for node in module.graph.nodes) for module in seen]
+        assert layers == [2, 4], "rewritten, and as it was captured"
+        assert entry.engine is not None
+        assert entry.engine._flat.module is seen[where - 3], "where rewriting slows an engine down it runs alone"
+        assert found.rewriting["inductor"].ratio == ratio
+        assert f"regraft + inductor against inductor alone: {found.rewriting['inductor'].reason}" in str(found)
+        assert found.to_dict()["rewriting"]["inductor"]["ratio"] == ratio
+
+
+def test_nothing_rewritten_adds_nothing_to_an_engine() -> None:
+    available("onnxruntime")
+    result = rg.optimize(heads(), kwargs={"x": image()}, engine="onnxruntime", transformations=[], seconds=0.01)
+    assert result.graphs[0].engine.rewriting == {}
+
+
 def test_auto_takes_the_fastest_that_is_right(monkeypatch) -> None:
     from regraft.verify import Comparison
 
@@ -100,7 +136,7 @@ def test_auto_takes_the_fastest_that_is_right(monkeypatch) -> None:
     build = lambda flat: lambda inputs: flat.module(*inputs)
     monkeypatch.setattr(choosing, "missing_packages", lambda name: ())
     monkeypatch.setattr(choosing.importlib, "import_module", lambda name: type("A", (), {"build": staticmethod(build)}))
-    left = iter(ratios.values())
+    left = iter([ratio for each in ratios.values() for ratio in (0.9, each)])
     assert list(ratios) == list(ENGINES)
 
     def compare(*programs, **clock) -> Comparison:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import regraft as rg
 from regraft.core.results import DrawnNode
 from regraft.report import charts, drawing, html, plot, text
 from regraft.verify import Comparison, Depth
@@ -75,6 +77,20 @@ def test_a_failed_verification_is_shown(result: Any) -> None:
     data = html.page(replace(result, verification=failed))
     assert data["summary"][1]["value"] == "NOT verified"
     assert data["verification"][0]["leaves"][0]["problem"] == "is off by a mile"
+
+
+def test_every_graph_of_a_decoder_is_on_the_page(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 40}
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2)).eval()
+    inputs = {"input_ids": torch.randint(3, 40, (2, 5))}
+    found = rg.optimize(model, kwargs=inputs, transformations="MergeLinears", keep="all", seconds=0.01, verify=False)
+    depths = html.page(found)["depths"]
+    assert [depth["name"] for depth in depths] == [graph.name for graph in found.graphs]
+    assert all("<svg" in depth["chart"] for depth in depths), [depth["why"] for depth in depths]
+    names = {file.name for file in plot.write(found, tmp_path)}
+    assert {"depth.png", "depth-decode.png", "latency.png", "latency-padded-decode.png"} <= names
 
 
 def test_pages_bear_so_many_pictures_and_no_more(result: Any, monkeypatch: pytest.MonkeyPatch) -> None:

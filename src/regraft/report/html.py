@@ -52,7 +52,6 @@ def page(result: Result) -> dict[str, Any]:
         result: what `optimize` gave.
     """
     pictures = _Pictures(result)
-    depths, why = depths_of(result)
     return {
         "model": type(result.original).__name__,
         "summary": _summary(result),
@@ -61,22 +60,19 @@ def page(result: Result) -> dict[str, Any]:
         "steps": [_step(step, pictures) for step in result.steps],
         "left_out": pictures.left_out,
         "verification": [] if result.verification is None else _verification(result),
-        "depth": charts.depth(depths),
-        "no_depth": why,
-        "worst": max(depths, key=lambda d: d.candidate_error) if depths else None,
+        "depths": [_depth(graph) for graph in result.graphs],
         "notes": list(result.notes),
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "made_with": _versions(),
     }
 
 
-def depths_of(result: Result) -> tuple[tuple[Depth, ...], str]:
-    """The error along the first graph, or why there is none.
+def depths_of(graph: GraphResult) -> tuple[tuple[Depth, ...], str]:
+    """The error along a graph, or why there is none.
 
     Args:
-        result: what `optimize` gave.
+        graph: one of those that `optimize` made.
     """
-    graph = result.graphs[0]
     args, kwargs = graph.inputs
     try:
         return error_by_depth(graph.graph_module, args, kwargs), ""
@@ -149,9 +145,23 @@ def _graph(graph: GraphResult) -> dict[str, Any]:
         "verdict": graph.verdict,
         "times": charts.times(speed) if speed else "",
         "interval": charts.interval(speed) if speed else "",
+        "engine": graph.engine.engine if graph.engine else "",
+        "engines": list(_engines(graph)),
         "before": f"{speed.baseline_seconds * 1e3:.4g} ms" if speed else "",
         "after": f"{speed.candidate_seconds * 1e3:.4g} ms" if speed else "",
     }
+
+
+def _engines(graph: GraphResult) -> Iterator[dict[str, str]]:
+    for name, said in (graph.engine.tried if graph.engine else {}).items():
+        added = graph.engine.rewriting.get(name) if graph.engine else None
+        yield {"name": name, "said": said, "added": added.reason if added else "nothing was rewritten"}
+
+
+def _depth(graph: GraphResult) -> dict[str, Any]:
+    depths, why = depths_of(graph)
+    worst = max(depths, key=lambda depth: depth.candidate_error) if depths else None
+    return {"name": graph.name, "chart": charts.depth(depths), "why": why, "worst": worst}
 
 
 def _step(step: StepResult, pictures: _Pictures) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ _Draw = Callable[[Any], None]
 
 
 def write(result: Result, folder: str | Path) -> list[Path]:
-    """Write what there is to plot: `errors.png`, `depth.png` and `latency.png`.
+    """Write what there is to plot: `errors.png`, `depth.png` and `latency.png`, `depth-decode.png` for a second graph.
 
     Args:
         result: what `optimize` gave.
@@ -30,14 +31,17 @@ def write(result: Result, folder: str | Path) -> list[Path]:
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    depths, _ = depths_of(result)
-    speed, found = result.graphs[0].benchmark, result.verification
-    drawn: dict[str, _Draw | None] = {
-        "errors": (lambda axes: errors(axes, found)) if found is not None and _leaves(found) else None,
-        "depth": (lambda axes: depth(axes, depths)) if depths else None,
-        "latency": (lambda axes: latency(axes, speed)) if speed is not None and speed.times else None,
-    }
-    return [_written(folder / f"{name}.png", draw) for name, draw in drawn.items() if draw is not None]
+    drawn: dict[str, _Draw] = {}
+    if result.verification is not None and _leaves(result.verification):
+        drawn["errors"] = partial(errors, found=result.verification)
+    for index, graph in enumerate(result.graphs):
+        suffix = f"-{graph.name.replace(' ', '-')}" if index else ""
+        depths, _ = depths_of(graph)
+        if depths:
+            drawn[f"depth{suffix}"] = partial(depth, values=depths)
+        if graph.benchmark is not None and graph.benchmark.times:
+            drawn[f"latency{suffix}"] = partial(latency, speed=graph.benchmark)
+    return [_written(folder / f"{name}.png", draw) for name, draw in drawn.items()]
 
 
 def errors(axes: Any, found: Verification) -> None:

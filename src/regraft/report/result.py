@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from regraft.core.journal import Step
@@ -45,6 +45,22 @@ class StepResult(Protocol):
         """The sites and refusals."""
 
 
+class EngineResult(Protocol):
+    """Which engines were tried to run a graph, and which was taken."""
+
+    @property
+    def engine(self) -> str:
+        """The one that runs it."""
+
+    @property
+    def tried(self) -> Mapping[str, str]:
+        """What came of each, as a sentence."""
+
+    @property
+    def rewriting(self) -> Mapping[str, Comparison]:
+        """What the rewrites add to each."""
+
+
 class GraphResult(Protocol):
     """One graph, and what came of it."""
 
@@ -71,6 +87,10 @@ class GraphResult(Protocol):
     @property
     def benchmark(self) -> Comparison | None:
         """The result against the original."""
+
+    @property
+    def engine(self) -> EngineResult | None:
+        """What was tried to run it; None for torch alone."""
 
 
 class Result(Protocol):
