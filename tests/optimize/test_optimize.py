@@ -33,7 +33,7 @@ def compared(ratio: float, low: float, high: float) -> Comparison:
 def times(monkeypatch, *found: Comparison) -> None:
     """Let the measurements come out like this, one after the other."""
     left = iter(found)
-    for module in (steps, sys.modules["regraft.optimize.optimize"]):
+    for module in (steps, sys.modules["regraft.optimize.work"]):
         monkeypatch.setattr(module, "compare_speed", lambda *programs, **clock: next(left))
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,6 +21,10 @@ from regraft.dropin.watch import Watch
 
 logger = logging.getLogger("regraft")
 
+Again = Callable[[nn.Module], Iterable[Entry]]
+
+_ONE_AT_A_TIME = threading.RLock()
+
 NOTHING = object()
 """What `Grafts.run` returns where no graph covers the call; None is a result that a model may have."""
 
@@ -28,17 +35,20 @@ class Grafts:
     Args:
         reader: Reads calls of the model.
         entries: The graphs, the likeliest first.
+        again: Makes graphs of the model as it is once its weights have been converted; None where nothing can.
 
     Attributes:
         calls: How many calls each graph has run, by its name.
         stale: Why no graph holds any more, or None.
     """
 
-    def __init__(self, reader: Reader, entries: Sequence[Entry]) -> None:
+    def __init__(self, reader: Reader, entries: Sequence[Entry], again: Again | None = None) -> None:
         self.reader = reader
         self.entries = list(entries)
         self.calls = {entry.name: 0 for entry in entries}
         self.stale: str | None = None
+        self._again = again
+        self._waiting = False  # to be captured again, at the next call
         self._watch: Watch | None = None
         self._said: set[str] = set()
 
@@ -91,6 +101,47 @@ class Grafts:
             self.stale = self.watch(model).change()
         return self.stale
 
+    @contextmanager
+    def converting(self, model: nn.Module) -> Iterator[None]:
+        """While the weights may be converted or moved: if they were, graphs are captured again at the next call.
+
+        A graph is not converted itself: it says which type and device some of its values have.
+
+        Args:
+            model: The drop-in.
+        """
+        known = self.check(model) is None or self._waiting
+        before = list(map(_form, _tensors(model)))
+        yield
+        after = list(map(_form, _tensors(model)))
+        self.check(model)
+        changed = next((new for old, new in zip(before, after) if old != new), None)
+        if changed is None:
+            return
+        self.stale = f"its weights became {changed[0]} on {changed[1]}".replace("torch.", "")
+        if known and self._again is not None and not self._waiting:
+            self._waiting = True
+            logger.warning("%s: the next call captures and verifies its graphs again, which takes a while", self.stale)
+
+    def _capture_again(self, model: nn.Module) -> None:
+        with _ONE_AT_A_TIME:
+            if not self._waiting or self._again is None:
+                return
+            self._waiting = False
+            try:
+                entries = list(self._again(model))
+            except Exception as error:  # whatever a model raises that cannot run in its new form
+                self.stale = f"{self.stale} and cannot be captured so ({_first_line(error)})"
+                return
+            if not entries:
+                self.stale = f"{self.stale} and no graph of it is faster or right so"
+                return
+            self.calls = {entry.name: self.calls.get(entry.name, 0) for entry in entries}
+            self.entries = entries
+            self._watch = None
+            self.watch(model)
+            self.stale = None
+
     def watch(self, model: nn.Module) -> Watch:
         """The memory of what was captured, made where there is none.
 
@@ -127,7 +178,7 @@ class Grafts:
 
     def _obstacle(self, model: nn.Module, call: Mapping[str, Any]) -> str | None:
         """Why no graph may be used, whatever was captured."""
-        if self.check(model) is not None:
+        if self.check(model) is not None and not self._waiting:
             return f"{self.stale} after it was optimized; optimize it again"
         watch = self.watch(model)
         if watch.configured:
@@ -138,7 +189,11 @@ class Grafts:
             return "a module inside of it was given a hook, which a graph would not call"
         if torch.is_grad_enabled() and (watch.trainable or _wants_gradient(call)):
             return "gradients are recorded; call it under torch.inference_mode() or torch.no_grad()"
-        return None
+        if self._waiting and any(tensor.is_meta for tensor in _tensors(model)):
+            return "its weights are on the meta device, where nothing can be verified"
+        if self._waiting:
+            self._capture_again(model)
+        return None if self.stale is None else f"{self.stale} after it was optimized; optimize it again"
 
     def _leave(self, reason: str, key: str | None = None, call: Mapping[str, Any] | None = None) -> Any:
         described = f" for ({_described(call)})" if call is not None else ""
@@ -161,6 +216,14 @@ class Grafts:
                 result = entry.run(call)
                 return result if cache is None else caches.fill(cache, result)
         return NOTHING
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    return chain(model.parameters(), model.buffers())
+
+
+def _form(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
+    return tensor.dtype, tensor.device
 
 
 def _wants_gradient(call: Mapping[str, Any]) -> bool:

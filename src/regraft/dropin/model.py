@@ -84,10 +84,8 @@ def _make_class(base: type[nn.Module]) -> type[nn.Module]:
         return result
 
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._regraft.check(self)
-        result = base._apply(self, *args, **kwargs)
-        self._regraft.check(self)
-        return result
+        with self._regraft.converting(self):
+            return base._apply(self, *args, **kwargs)
 
     def setstate(self: Any, state: dict[str, Any]) -> None:
         base.__setstate__(self, state)

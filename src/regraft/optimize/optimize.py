@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 from torch import fx
 from torch.export import ExportedProgram
 
-from regraft.dropin import Entry, Grafts, make_dropin
-from regraft.optimize import presets, saving
-from regraft.optimize.engines import ENGINES, adopt_engine
+from regraft.optimize import presets
+from regraft.optimize.engines import ENGINES
 from regraft.optimize.engines.choosing import expect_installed
 from regraft.optimize.progress import Progress
-from regraft.optimize.result import GraphResult, Optimized
-from regraft.optimize.sharing import share_weights
-from regraft.optimize.steps import Stepper, clock, worst_sentence
-from regraft.optimize.subjects import Graph, Subject, subject_of
-from regraft.verify import Comparison, Verification, compare_speed
-from regraft.verify import verify as compare_results
-
-logger = logging.getLogger("regraft")
+from regraft.optimize.result import Optimized
+from regraft.optimize.subjects import subject_of
+from regraft.optimize.work import Settings, Work
 
 _ENGINES = ("torch", *ENGINES, "auto")
-# What does not preserve the computation is held to this instead of to the error that the model has itself.
-_LOOSE = {"rtol": 0.1, "atol": 0.1}
 
 
 def optimize(
@@ -94,150 +84,5 @@ def optimize(
     with Progress(total=len(chosen) + 3) as progress:
         subject = subject_of(model, args, kwargs, dynamic_shapes, progress.next)
         progress.total = len(subject.graphs) * (len(chosen) + 2) + 1
-        work = _Work(subject, verify, keep == "measured", seconds, progress)
-        work.transform(chosen)
-        work.verify()
-        work.install()
-        work.measure(engine)
-        return work.result()
-
-
-class _Work:
-    """One run of `optimize`."""
-
-    def __init__(self, subject: Subject, verified: bool, measured: bool, seconds: float, progress: Progress) -> None:
-        self.subject = subject
-        self.verified = verified
-        self.measured = measured
-        self.seconds = seconds
-        self.progress = progress
-        self.steppers = [Stepper(graph, measured, seconds) for graph in subject.graphs]
-        self.verifications: dict[str, Verification] = {}
-        self.benchmarks: dict[str, Comparison] = {}
-        self.verdicts: dict[str, str] = {}
-        self.entries: dict[str, Entry] = {}
-        self.engines: dict[str, Any] = {}
-
-    @property
-    def graphs(self) -> list[Graph]:
-        return self.subject.graphs
-
-    def transform(self, chosen: Sequence[Any]) -> None:
-        """Apply each transformation to each graph, and keep what pays."""
-        by_name = {stepper.graph.name: stepper for stepper in self.steppers}
-        for stepper in self.steppers:
-            example = by_name.get(stepper.graph.like or "")
-            for index, transformation in enumerate(chosen):
-                self.progress.next(f"{stepper.graph.name}: {type(transformation).__name__.lstrip('_')}")
-                if example is None:
-                    stepper.take(transformation)
-                else:
-                    stepper.follow(transformation, example.results[index])
-            share_weights(self.graphs[0].gm, stepper.graph.gm)
-
-    def verify(self) -> None:
-        """Compare each graph with the original; take steps back, the last first, until they agree."""
-        for stepper in self.steppers if self.verified else ():
-            self.progress.next(f"{stepper.graph.name}: verifying")
-            found = self._compared(stepper)
-            for index in reversed(range(len(stepper.results))):
-                if found.ok:
-                    break
-                if stepper.results[index].kept:
-                    stepper.take_back(index, f"taken back, {worst_sentence(found)}")
-                    found = self._compared(stepper)
-            self.verifications[stepper.graph.name] = found
-            if not found.ok:
-                self.verdicts[stepper.graph.name] = (
-                    f"the original is kept: even the graph alone is off, {worst_sentence(found)}"
-                )
-
-    def _compared(self, stepper: Stepper) -> Verification:
-        graph = stepper.graph
-        kept = [result for result in stepper.results if result.kept]
-        bound: dict[str, Any] = {} if all(result.preserves for result in kept) else dict(_LOOSE)
-        args, kwargs = graph.inputs
-        return compare_results(graph.reference, graph.candidate(), args, kwargs, extra_inputs=graph.more, **bound)
-
-    def install(self) -> None:
-        """Make the drop-in, with every graph that is right."""
-        self.entries = {
-            graph.name: Entry(graph.name, graph.gm, graph.inputs[1])
-            for graph in self.graphs
-            if graph.name not in self.verdicts
-        }
-        if self.subject.twin is not None and self.subject.reader is not None:
-            make_dropin(self.subject.twin, Grafts(self.subject.reader, list(self.entries.values())))
-
-    def measure(self, engine: str) -> None:
-        """Time what came of each graph against the original, and let go of what does not pay."""
-        if engine != "torch":
-            for graph in self.graphs:
-                self.progress.next(f"{graph.name}: {engine}")
-                if graph.name in self.entries:
-                    entry = self.entries[graph.name]
-                    self.engines[graph.name] = adopt_engine(engine, graph, entry, self.seconds, self.measured)
-        for graph in self.graphs:
-            if graph.name in self.verdicts:
-                continue
-            self.progress.next(f"{graph.name}: measuring")
-            found = compare_speed(
-                graph.runner(graph.reference), graph.runner(self._program(graph)), **clock(self.seconds)
-            )
-            self.benchmarks[graph.name] = found
-            self.verdicts[graph.name] = self._verdict(graph, found)
-
-    def _program(self, graph: Graph) -> Any:
-        return graph.gm if self.subject.twin is None else self.subject.twin
-
-    def _verdict(self, graph: Graph, found: Comparison) -> str:
-        kept = any(step.kept for stepper in self.steppers if stepper.graph is graph for step in stepper.results)
-        engine = self.entries[graph.name].engine is not None
-        if not self.measured:
-            return f"the graph runs, unmeasured steps included; {found.reason}"
-        if found.slower or not (found.faster or kept or engine):
-            del self.entries[graph.name]
-            return f"the original is kept: {found.reason}"
-        return f"the graph runs: {found.reason}"
-
-    def result(self) -> Optimized:
-        """All of it, for the caller."""
-        model = self._model()
-        for name, verdict in self.verdicts.items():
-            logger.info("%s: %s", name, verdict)
-        cases = [
-            replace(case, label=case.label if name == "forward" else f"{name}, {case.label}")
-            for name, found in self.verifications.items()
-            for case in found.cases
-        ]
-        notes = dict.fromkeys(note for found in self.verifications.values() for note in found.notes)
-        return Optimized(
-            model=model,
-            original=self.subject.original,
-            graphs=tuple(self._graph_result(graph) for graph in self.graphs),
-            steps=tuple(result for stepper in self.steppers for result in stepper.results),
-            verification=Verification(tuple(cases), tuple(notes)) if self.verified else None,
-            notes=tuple(self.subject.notes),
-            positional=self.subject.positional,
-        )
-
-    def _graph_result(self, graph: Graph) -> GraphResult:
-        return GraphResult(
-            name=graph.name,
-            graph_module=graph.gm,
-            inputs=graph.inputs,
-            used=graph.name in self.entries,
-            verdict=self.verdicts[graph.name],
-            benchmark=self.benchmarks.get(graph.name),
-            engine=self.engines.get(graph.name),
-        )
-
-    def _model(self) -> Any:
-        subject = self.subject
-        if not self.entries:
-            return subject.original if subject.twin is None else self.graphs[0].reference
-        if isinstance(subject.original, ExportedProgram):
-            return saving.exported(self.graphs[0].gm, self.graphs[0].inputs)
-        if subject.twin is None or subject.reader is None:
-            return self.graphs[0].gm
-        return make_dropin(subject.twin, Grafts(subject.reader, list(self.entries.values())))
+        settings = Settings(chosen, dynamic_shapes, keep == "measured", engine, seconds)
+        return Work(subject, verify, settings, progress).run().result()

@@ -92,10 +92,10 @@ class Optimized:
         if transformation is not None and transformation not in standing:
             raise ValueError(f"no step {transformation!r} stands; undo() takes one of {sorted(standing)}")
         undone: set[str] = set()
-        for graph in self.graphs:
-            for step in reversed(history(graph.graph_module)):
+        for gm in self._graph_modules():
+            for step in reversed(history(gm)):
                 if transformation in (None, step.transformation):
-                    undo(graph.graph_module, step)
+                    undo(gm, step)
                     undone.add(step.transformation)
         self.steps = tuple(self._after_undo(step, undone) for step in self.steps)
         grafts = grafts_of(self.model) if isinstance(self.model, nn.Module) else None
@@ -106,6 +106,13 @@ class Optimized:
         elif isinstance(self.model, ExportedProgram) and self.model is not self.original:
             self.model = saving.exported(self.graph_module, self.graphs[0].inputs)
         return self
+
+    def _graph_modules(self) -> list[GraphModule]:
+        """The graphs, or those that were captured in their place after the model was converted."""
+        grafts = grafts_of(self.model) if isinstance(self.model, nn.Module) else None
+        known = [graph.graph_module for graph in self.graphs]
+        later = [entry.gm for entry in grafts.entries] if grafts is not None else []
+        return known if all(any(gm is one for one in known) for gm in later) else later
 
     @staticmethod
     def _after_undo(step: StepResult, undone: set[str]) -> StepResult:

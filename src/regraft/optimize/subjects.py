@@ -120,8 +120,24 @@ def subject_of(
     return _module(model, inputs, dynamic_shapes, say)
 
 
-def _module(model: nn.Module, inputs: Inputs, dynamic_shapes: Any, say: Callable[[str], None]) -> Subject:
-    twin = share(model)
+def subject_again(model: nn.Module, call: Mapping[str, Any], dynamic_shapes: Any) -> Subject:
+    """Capture a model whose own layers are to be in the graphs, not those of a copy.
+
+    Args:
+        model: The model, which becomes a drop-in.
+        call: An example of a call, by name.
+        dynamic_shapes: As for `trace`.
+
+    Raises:
+        CaptureError: The model cannot be captured.
+    """
+    return _module(model, ((), dict(call)), dynamic_shapes, lambda _: None, twin=model)
+
+
+def _module(
+    model: nn.Module, inputs: Inputs, dynamic_shapes: Any, say: Callable[[str], None], twin: nn.Module | None = None
+) -> Subject:
+    twin = share(model) if twin is None else twin
     notes: list[str] = []
     reference: nn.Module = model
     if any(module.training for module in model.modules()):
