@@ -1,6 +1,6 @@
 """All benchmarks, one after the other: `make bench`. Each prints its tables; an argument names the ones to run.
 
-python benchmarks/run.py [engine] [weights] [inference] [limits]
+python benchmarks/run.py [engine] [weights] [inference] [limits] [overhead]
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-NAMES = ("engine", "weights", "inference", "limits")
+NAMES = ("engine", "weights", "inference", "limits", "overhead")
 
 
 def main() -> int:
