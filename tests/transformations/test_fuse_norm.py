@@ -84,9 +84,23 @@ def test_applied(name: str) -> None:
     assert not [n for n in gm.graph.nodes if "sqrt" in n.name]
 
 
-def test_gemma() -> None:
-    gm = check_applied(rg.FuseNorm(), model_of(gemma), X, "trace")
-    assert [n for n in gm.graph.nodes if getattr(n.target, "__name__", "") == "rms_norm"]
+def layer_with_wide_weights(m: Any, x: Any) -> Any:
+    h = x.float()
+    h = centred(h) * torch.rsqrt(centred(h).square().mean(-1, keepdim=True) + 1e-5)
+    return (h * m.w.float() + m.b.float()).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["gemma", "layer"])
+def test_weights_in_float32_beside_half_precision(name: str, dtype: torch.dtype) -> None:
+    function, target = {"gemma": (gemma, "rms_norm"), "layer": (layer_with_wide_weights, "layer_norm")}[name]
+    model, x = model_of(function).to(dtype), X[0].to(dtype)
+    gm = check_applied(rg.FuseNorm(), model, (x,), "trace")
+    (norm,) = [n for n in gm.graph.nodes if getattr(n.target, "__name__", "") == target]
+    assert norm.meta["val"].dtype is torch.float32  # and the casts of the model stand around it
+    # they round where the model rounds: the results differ by what float32 differs, and hardly ever after rounding
+    with torch.no_grad():
+        assert float((gm(x) != model(x)).double().mean()) < (1.0 if dtype is torch.float32 else 0.02)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -123,8 +137,9 @@ def test_read_elsewhere_is_refused() -> None:
 
 
 def test_a_weight_of_another_dtype_is_refused() -> None:
-    gemma_half = model_of(gemma).half()
-    check_refused(rg.FuseNorm(), gemma_half, (X[0].half(),), "trace", "dtype")
+    model = model_of(llama).half()
+    model.w = nn.Parameter(model.w.double())
+    check_refused(rg.FuseNorm(), model, (X[0].half(),), "trace", "float64")
 
 
 def test_without_shapes_it_is_refused() -> None:

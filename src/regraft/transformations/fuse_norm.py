@@ -14,7 +14,7 @@ from regraft.core.rewrite import Rewrite
 from regraft.core.tree import Either, Form, Number, Op, Through, Tree, TreeMatch, Value
 from regraft.core.values import value_of
 from regraft.core.vocabulary import ADD, CAST, DIVIDE, MEAN, MULTIPLY, POWER, RSQRT, SQRT, SQUARE, SUBTRACT, VARIANCE
-from regraft.transformations._norm import before_upcast, fits, normalized, precise
+from regraft.transformations._norm import ends, fits, normalized, precise
 
 _X, _DIM = Through((CAST,), Value("x")), Value("dim")
 
@@ -58,8 +58,8 @@ class FuseNorm(Rewrite):
 
     `(x - mean(x)) / √(mean((x - mean(x))²) + eps) w + b = layer_norm(x, w, b, eps)` (Ba et al. 2016, arXiv:1607.06450)
     and `x / √(mean(x²) + eps) w = rms_norm(x, w, eps)` (Zhang and Sennrich 2019, arXiv:1910.07467). The fused calls
-    compute half precision in float32 and round once, so they keep the upcasts of the model; what computes more
-    precisely than that is refused.
+    compute half precision in float32 and round once, so they keep the upcasts of the model; a weight in float32 beside
+    values in half precision leaves the casts where they are. What computes more precisely than that is refused.
 
     Example:
         >>> import torch, regraft as rg
@@ -83,18 +83,19 @@ class FuseNorm(Rewrite):
         x, weight, bias = (match.values.get(name) for name in ("x", "weight", "bias"))
         require(facts.tensor(x), that(value_of(x) is not None, f"the shape of {x!r} is not known"))
         assert isinstance(x, Node)
-        x, inner = before_upcast(x, match)
+        weights = [node for node in (weight, bias) if node is not None]
+        x, result, inner = ends(x, weights, match)
         centred = any(match.is_a(node, SUBTRACT) for node in inner)
-        require(facts.closed(inner, match.result), facts.unchanged(x, min(inner), match.result))
+        require(facts.closed(inner, result), facts.unchanged(x, min(inner), result))
         shape = normalized(x, match.values["dim"])
-        require(*(fits(node, shape, x) for node in (weight, bias) if node is not None), precise(match, x))
+        require(*(fits(node, shape, x) for node in weights), precise([*inner, result], x, match.where))
         require(
             that(centred or bias is None, f"{match.where} adds a bias to an RMS norm, which the fused call has not")
         )
 
         if centred:
-            edit.replace(match.result, F.layer_norm, x, shape, weight, bias, match.values["eps"])
+            edit.replace(result, F.layer_norm, x, shape, weight, bias, match.values["eps"])
         else:
-            edit.replace(match.result, F.rms_norm, x, shape, weight, match.values["eps"])
+            edit.replace(result, F.rms_norm, x, shape, weight, match.values["eps"])
         edit.erase_unread(inner)
         return f"fused {'layer' if centred else 'RMS'} norm over {shape}"
