@@ -7,15 +7,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import regraft as rg
+import regraft.testing
 from helpers import Wrap, check_applied, check_refused, randomise
 
 KINDS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 X = {n: (torch.randn(2, 4, *[7] * n),) for n in KINDS}
 
 
-def two(function: Any = None, **parts: nn.Module) -> nn.Module:
+def two(function: Any = None, **parts: Any) -> nn.Module:
     return randomise(Wrap(function or (lambda m, x: (m.a(x), m.b(x))), **parts)).eval()
 
 
@@ -50,6 +52,35 @@ def test_those_of_one_geometry_are_merged_and_others_left() -> None:
     assert {"a_c", "b"} <= set(dict(gm.named_modules()))
 
 
+FUNCTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+@pytest.mark.parametrize("form", ["fx", "trace"])
+@pytest.mark.parametrize("axes", KINDS)
+@pytest.mark.parametrize("settings", [{}, {"stride": 2, "padding": 1}, {"padding": "same"}, {"dilation": 2}], ids=str)
+def test_functions(form: str, axes: int, settings: dict[str, Any]) -> None:
+    conv = FUNCTIONS[axes]
+    weights = {"v": nn.Parameter(torch.empty(3, 4, *[3] * axes)), "w": nn.Parameter(torch.empty(5, 4, *[3] * axes))}
+    model = two(
+        lambda m, x: (conv(x, m.v, m.b, **settings), conv(x, m.w, **settings)),
+        b=nn.Parameter(torch.empty(3)),
+        **weights,
+    )
+    gm = check_applied(rg.MergeConvs(), model, X[axes], form)
+    rg.testing.assert_round_trip(rg.MergeConvs(), model, X[axes])
+    assert [n.op for n in gm.graph.nodes].count("call_module") == 1
+
+
+@pytest.mark.parametrize("first", ["module", "function"])
+def test_a_function_beside_a_module(first: str) -> None:
+    def forward(m: Any, x: Any) -> Any:
+        function = lambda: F.conv2d(x, m.w, None, 1, 1)
+        return (m.a(x), function()) if first == "module" else (function(), m.a(x))
+
+    model = two(forward, a=nn.Conv2d(4, 3, 3, padding=1), w=nn.Parameter(torch.empty(5, 4, 3, 3)))
+    check_applied(rg.MergeConvs(), model, X[2], "trace")
+
+
 def _hooked() -> nn.Module:
     conv = nn.Conv2d(4, 3, 3)
     conv.register_forward_hook(lambda module, args, result: result * 2)
@@ -66,6 +97,18 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     ),
     "frozen": (two(a=nn.Conv2d(4, 3, 3).requires_grad_(False), b=nn.Conv2d(4, 3, 3)), "frozen"),
     "modes": (two(a=nn.Conv2d(4, 3, 3), b=nn.Conv2d(4, 3, 3)), "training mode"),
+    "a computed weight": (
+        two(
+            lambda m, x: (F.conv2d(x, m.w * 2), F.conv2d(x, m.v * 2)),
+            w=nn.Parameter(torch.empty(3, 4, 3, 3)),
+            v=nn.Parameter(torch.empty(3, 4, 3, 3)),
+        ),
+        "computed by the graph",
+    ),
+    "one weight": (
+        two(lambda m, x: (F.conv2d(x, m.w), F.conv2d(x, m.w)), w=nn.Parameter(torch.empty(3, 4, 3, 3))),
+        "read by",
+    ),
     "view": (two(lambda m, x: (m.a(x).view(2, -1), m.b(x)), a=nn.Conv2d(4, 3, 3), b=nn.Conv2d(4, 3, 3)), "contiguous"),
     "written": (two(lambda m, x: (m.a(x), x.add_(1), m.b(x)), a=nn.Conv2d(4, 3, 3), b=nn.Conv2d(4, 3, 3)), "in place"),
 }

@@ -5,8 +5,9 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable
 from itertools import accumulate
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from regraft.core.edit import Edit
 from regraft.core.pattern import Match, Siblings
@@ -15,15 +16,25 @@ from regraft.core.rewrite import Rewrite
 from regraft.core.values import value_of
 from regraft.core.vocabulary import CONV, Call
 from regraft.transformations._merge import common_parent, side_by_side
+from regraft.transformations._module_for import module_for
 
-_GEOMETRY = ("stride", "padding", "dilation", "groups", "padding_mode")
+_GEOMETRY = ("stride", "padding", "dilation", "groups")
 
 
 def _kind(call: Call) -> Hashable:
     """Equal for convolutions that can be one; those that share nothing else are no candidates for merging."""
     weight = call.weight("weight")
     size = tuple(weight.tensor.shape[2:]) if weight is not None else None
-    return size, *(str(getattr(call.module, name, call[name])) for name in _GEOMETRY)
+    axes = len(size) if size is not None else 0
+    mode = getattr(call.module, "padding_mode", "zeros")
+    return size, mode, *(_written_out(call[name], axes) for name in _GEOMETRY)
+
+
+def _written_out(setting: Any, axes: int) -> Hashable:
+    """A setting, one number for each axis: a function takes one for all of them, and a module has several."""
+    if isinstance(setting, int) and axes:
+        return (setting,) * axes
+    return tuple(setting) if isinstance(setting, list) else setting
 
 
 class MergeConvs(Rewrite):
@@ -64,14 +75,13 @@ class MergeConvs(Rewrite):
             facts.unchanged(x, first.node, last.node),
             *(facts.strides_free(call.node, -1) for call in calls),
             *(that(call["groups"] == 1, f"{call.where} has {call['groups']} groups") for call in calls),
-            *(that(call.module is not None, f"{call.where} is a function call, not a module") for call in calls),
             that(ranks <= {spatial + 1, spatial + 2}, f"{first.where} works on other axes"),
         )
 
         names = [call.where.rpartition(".")[2] for call in calls]
         whole = edit.free_name(".".join(filter(None, (common_parent(calls), "_".join(names)))))
-        like = first.module
-        assert isinstance(like, nn.Module)
+        modules = [call.module for call in calls if call.module is not None]
+        like = modules[0] if modules else module_for(first, weights[0].tensor)
         derived = {name: side_by_side(calls, name) for name in ("weight", "bias")}
         edit.put_module(whole, like, derived, out_channels=sum(widths))
         merged = edit.insert_module(first.node, whole, x, value=_stacked(first, spatial, sum(widths)))
