@@ -37,10 +37,11 @@ def test_any_composition_is_undone_in_any_order(program, rules, data) -> None:
         callers, before, reference = picture(model), picture(gm), copy.deepcopy(gm)
         t = rg.compose(*(rule() for rule in rules))
         gm = t(gm)
-        assert_computes_the_same(reference, gm, args, kwargs)
+        if t.preserves_computation:
+            assert_computes_the_same(reference, gm, args, kwargs)
         while rg.history(gm):
             undo_something(gm, data)
-            if data.draw(st.integers(0, 3)) == 3:
+            if data.draw(st.integers(0, 3)) == 3 and t.preserves_computation:
                 assert_computes_the_same(reference, gm, args, kwargs)
         assert_same_picture(before, picture(gm), f"undo of {[rule.__name__ for rule in rules]}")
         assert_same_picture(callers, picture(model), "the caller's model")

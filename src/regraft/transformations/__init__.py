@@ -15,6 +15,7 @@ from regraft.transformations.lint_and_recompile import LintAndRecompile
 from regraft.transformations.merge_convs import MergeConvs
 from regraft.transformations.merge_linears import MergeLinears
 from regraft.transformations.prepack_for_cpu import PrepackForCpu
+from regraft.transformations.quantize import Quantize
 from regraft.transformations.reduce_precision import ReducePrecision
 from regraft.transformations.remove_dead_work import RemoveDeadWork
 from regraft.transformations.replace_activation import ReplaceActivation
@@ -30,6 +31,7 @@ TRANSFORMATIONS = (
     FuseGelu,
     FusePad,
     ReducePrecision,
+    Quantize,
     PrepackForCpu,
     FuseAttention,
     FuseNorm,
@@ -57,6 +59,7 @@ __all__ = [
     "MergeConvs",
     "MergeLinears",
     "PrepackForCpu",
+    "Quantize",
     "ReducePrecision",
     "RemoveDeadWork",
     "ReplaceActivation",
