@@ -407,6 +407,15 @@ def test_export_takes_keywords_in_any_order() -> None:
     assert torch.equal(program.module()(x=x, y=y), x @ y)
 
 
+def test_a_vectorised_function_is_refused_and_not_half_captured() -> None:
+    class Vectorised(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.vmap(lambda row: row.new_ones([]) * row.sum())(x)
+
+    with pytest.raises(CaptureError, match=r"torch\.vmap"):
+        trace(Vectorised(), (torch.randn(3, 4),))
+
+
 def test_adopting_keeps_the_object() -> None:
     traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2)))
     assert adopt(traced) is traced

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from models import WINDOW, decoder, ids
@@ -123,6 +125,42 @@ def test_the_cache_that_is_given_is_filled(pair) -> None:
     for mine, theirs in zip(caches[1].layers, caches[0].layers, strict=True):
         assert torch.allclose(mine.keys, theirs.keys, atol=1e-5)
         assert torch.allclose(mine.values, theirs.values, atol=1e-5)
+
+
+def test_compiled_in_one_graph_it_fills_the_cache(pair) -> None:
+    from transformers import DynamicCache
+
+    model, result = pair
+    if model.config.is_encoder_decoder:
+        pytest.skip("its caches are made by generate")
+    compiled = torch.compile(result.model, fullgraph=True, backend="eager")
+    found = []
+    for each in (model, compiled):
+        cache = DynamicCache(config=model.config)
+        options = {"past_key_values": cache, "logits_to_keep": 1}
+        with torch.no_grad():
+            each(input_ids=ids(), position_ids=torch.arange(7).expand(2, 7), **options)
+            found.append(each(input_ids=ids(2, 1), position_ids=torch.full((2, 1), 7), **options).logits)
+        assert cache.get_seq_length() == 8
+    assert torch.allclose(*found, atol=1e-5)
+
+
+def test_a_token_costs_few_calls_in_python_beside_its_graph(pair) -> None:
+    _, result = pair
+    calls = []
+
+    def count(frame, event, argument) -> None:
+        if event == "call" and "regraft" in frame.f_code.co_filename:
+            calls.append(frame.f_code.co_name)
+
+    options = {**example(result.model, 1), "min_new_tokens": 8}
+    tokens(result.model, **options)
+    sys.setprofile(count)
+    try:
+        tokens(result.model, **options)
+    finally:
+        sys.setprofile(None)
+    assert len(calls) / 8 < 120, sorted(calls)
 
 
 def test_the_graphs_of_one_model_hold_one_copy_of_a_rewritten_weight(pair) -> None:

@@ -71,6 +71,34 @@ def test_what_pays_is_kept_and_what_does_not_is_taken_back(monkeypatch) -> None:
     assert grafts_of(result.model) is not None
 
 
+def test_a_rewritten_graph_that_raises_is_taken_back(monkeypatch) -> None:
+    left = iter([FASTER, RuntimeError("sizes do not fit"), FASTER])
+
+    def compare(*programs, **clock) -> Comparison:
+        found = next(left)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    for module in (steps, sys.modules["regraft.optimize.work"]):
+        monkeypatch.setattr(module, "compare_speed", compare)
+    result = run(heads(), (image(),), transformations=[rg.FoldBatchNorm(), rg.MergeLinears()])
+    assert [step.kept for step in result.steps] == [True, False]
+    assert result.steps[1].reason == "taken back, it raised RuntimeError: sizes do not fit"
+    assert [step.transformation for step in rg.history(result.graph_module)] == ["FoldBatchNorm"]
+
+
+def test_a_graph_that_does_not_run_is_no_capture(monkeypatch) -> None:
+    def broken(*args, **kwargs):
+        gm = rg.trace(*args, **kwargs)
+        gm.forward = lambda *a, **k: (_ for _ in ()).throw(RuntimeError("escaped"))
+        return gm
+
+    monkeypatch.setattr(sys.modules["regraft.optimize.subjects"], "trace", broken)
+    with pytest.raises(rg.CaptureError, match="does not run: RuntimeError: escaped"):
+        run(heads(), (image(),))
+
+
 def test_no_difference_does_not_pay(monkeypatch) -> None:
     times(monkeypatch, FASTER, SAME, FASTER)
     result = run(heads(), (image(),), transformations=[rg.FoldBatchNorm(), rg.MergeLinears()])

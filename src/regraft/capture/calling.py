@@ -80,6 +80,7 @@ class Calling:
         self.constraints = constraints
         self.out_spec = out_spec
         self._simple = [index for index, argument in enumerate(self.arguments) if argument.is_tensor]
+        self._build = torch_private.unflattener(out_spec) if out_spec is not None else list
         self._flat = all(argument.spec is None for argument in self.arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -144,7 +145,7 @@ class Calling:
         Args:
             leaves: the outputs, in order.
         """
-        return torch_private.tree_unflatten(list(leaves), self.out_spec)
+        return self._build(list(leaves))
 
     def signature(self) -> inspect.Signature:
         """The signature of the generated `forward`."""

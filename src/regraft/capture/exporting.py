@@ -117,12 +117,20 @@ def export(
             try:
                 with way(), torch.no_grad(), _quiet():
                     program = torch.export.export(flat, tuple(sample), strict=False, dynamic_shapes=_shapes(axes))
+                _expect_no_vmap(program)
             except Exception as error:  # whatever a model raises when it meets sizes that it does not take
                 failure = error if failure is None or sample is leaves else failure
             else:
                 return Exported(program, seen.out_spec, sample is not leaves)
     assert failure is not None
     raise failure
+
+
+def _expect_no_vmap(program: torch.export.ExportedProgram) -> None:
+    """A vectorised function stands in an exported graph by calls whose effect is a state, not what they return."""
+    for node in program.graph.nodes:
+        if str(getattr(node.target, "__name__", "")) == "_add_batch_dim":
+            raise NotImplementedError("torch.vmap has no form in a graph; write what it vectorises with broadcasting")
 
 
 def _shapes(axes: Axes) -> Any:

@@ -22,6 +22,10 @@ _CURES = (
         ),
     ),
     (
+        ("torch.vmap",),
+        "take the call of torch.vmap out of the traced path, or capture the parts of the model before and after it",
+    ),
+    (
         ("TraceError", "symbolically traced variables", "Proxy"),
         (
             "without an example of its call the model cannot be run; capture it with one: "

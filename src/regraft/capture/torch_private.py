@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -110,6 +112,31 @@ def unpack_spec(packed: Any) -> Any:
         return pytree.tree_structure(0)
     kind, context, children = packed
     return TreeSpec(kind, context, [unpack_spec(child) for child in children])
+
+
+def unflattener(spec: TreeSpec) -> Callable[[Sequence[Any]], Any]:
+    """`tree_unflatten` for one structure: its containers are looked up once, and its leaves are not looked at.
+
+    Args:
+        spec: the structure.
+    """
+    if is_leaf(spec):
+        return lambda leaves: leaves[0]
+    unflatten, context = pytree.SUPPORTED_NODES[spec.type].unflatten_fn, spec.context
+    children = spec_children(spec)
+    if all(map(is_leaf, children)):
+        return lambda leaves: unflatten(leaves, context)
+    ends = list(accumulate(child.num_leaves for child in children))
+    parts = [
+        (end - child.num_leaves, end, None if is_leaf(child) else unflattener(child))
+        for end, child in zip(ends, children)
+    ]
+
+    def build(leaves: Sequence[Any]) -> Any:
+        values = [leaves[start] if make is None else make(leaves[start:end]) for start, end, make in parts]
+        return unflatten(values, context)
+
+    return build
 
 
 def children_of(value: Any) -> tuple[list[Any], Any]:

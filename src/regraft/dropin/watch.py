@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 from torch import Tensor, nn
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_training = attrgetter("training")
+_training = itemgetter("training")
 _version = attrgetter("_version")
 _dtype = attrgetter("dtype")
 _trainable = attrgetter("requires_grad")
@@ -41,7 +41,7 @@ class Watch:
 
     def __init__(self, model: nn.Module, held: Collection[int]) -> None:
         modules = list(model.modules())
-        self._modules = modules
+        self._states = list(map(vars, modules))
         tables: list[Any] = [table for m in modules for table in (m._parameters, m._buffers, m._modules) if table]
         self._tables: list[dict[str, Any]] = tables
         self._contents = list(chain.from_iterable(map(dict.values, self._tables)))
@@ -68,7 +68,7 @@ class Watch:
     @property
     def training(self) -> bool:
         """Whether a module of the model is in training mode."""
-        return any(map(_training, self._modules))
+        return any(map(_training, self._states))
 
     def change(self) -> str | None:
         """What has changed since, as the end of a sentence; None where nothing has."""
@@ -76,7 +76,7 @@ class Watch:
             return "a module or a weight of it was replaced"
         if sum(map(_version, self._read)) != self._versions:
             return "weights were written to that its graph holds in another form"
-        if list(map(_dtype, self._tensors)) != self._dtypes:
+        if not all(map(is_, map(_dtype, self._tensors), self._dtypes)):
             return "weights of it were given another type"
         if list(map(Tensor.data_ptr, self._plain)) != self._pointers:
             return "weights were given other memory that its graph holds in another form"
@@ -90,4 +90,4 @@ class Watch:
     @property
     def hooked(self) -> bool:
         """Whether a module inside has been given a hook, or lost one."""
-        return sum(map(len, self._hooks)) != self._hook_count
+        return sum(map(len, self._hooks)) != self._hook_count if self._hook_count else any(self._hooks)

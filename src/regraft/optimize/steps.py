@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch.fx import GraphModule
+
 from regraft.core.history import history, undo
 from regraft.core.journal import Step
 from regraft.core.report import Report
@@ -87,15 +89,24 @@ class Stepper:
             self.results.append(replace(result, kept=True, reason='kept unmeasured, as keep="all" asks'))
             return
         graph = self.graph
-        comparison = compare_speed(graph.runner(before.forward), graph.runner(made.forward), **clock(self._seconds))
+        try:
+            comparison = compare_speed(graph.runner(before.forward), graph.runner(made.forward), **clock(self._seconds))
+        except Exception as error:  # whatever a graph raises that was rewritten wrongly
+            self._restore(made, records)
+            failure = f"taken back, it raised {type(error).__name__}: {error}".splitlines()[0]
+            self.results.append(replace(result, reason=failure))
+            return
         if comparison.faster:
             self.graph.gm = made
             self.results.append(replace(result, kept=True, reason=comparison.reason, comparison=comparison))
             return
+        self._restore(made, records)
+        self.results.append(replace(result, reason=f"taken back, {comparison.reason}", comparison=comparison))
+
+    def _restore(self, made: GraphModule, records: tuple[Step, ...]) -> None:
         if made is self.graph.gm:
             for step in reversed(records):
                 undo(self.graph.gm, step)
-        self.results.append(replace(result, reason=f"taken back, {comparison.reason}", comparison=comparison))
 
     def follow(self, transformation: Transformation, other: StepResult) -> None:
         """Apply one transformation where it stays in the graph of another call of the same layers.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
@@ -150,6 +151,7 @@ def _module(
     call, *_ = reader.without_empty_cache(call)
     say("capturing the model")
     first = Graph("forward", trace(twin, (), call, dynamic_shapes=dynamic_shapes), ((), call), reference)
+    _expect_to_run(first)
     graphs = [first]
     if is_pretrained(twin):
         for name, calls, like in _of_generate(twin, reader, call):
@@ -192,6 +194,7 @@ def _captured(
     try:
         shapes = _one_token_at_a_time(first) if dynamic_shapes == "auto" and _is_one_token(first) else dynamic_shapes
         gm = trace(twin, (), copy.deepcopy(first), dynamic_shapes=shapes)
+        _expect_to_run(Graph(name, gm, ((), first), reference))
     except CaptureError as error:
         notes.append(f"{name} was not captured, so the original runs it: {error}")
         logger.warning("%s", notes[-1])
@@ -199,6 +202,18 @@ def _captured(
     entry = Entry(name, gm, first)
     more = tuple(((), one) for one in calls[1:] if entry.takes(one))
     return [Graph(name, gm, ((), first), reference, more)]
+
+
+def _expect_to_run(graph: Graph) -> None:
+    try:
+        with torch.no_grad():
+            graph.runner(graph.gm)()
+    except Exception as error:  # whatever torch exports and cannot run
+        said = (str(error).strip().splitlines() or [""])[0]
+        raise CaptureError(
+            f"{type(graph.reference).__name__} was captured, but its graph does not run: {type(error).__name__}: "
+            f"{said}; capture the parts of the model that do, with regraft.trace"
+        ) from error
 
 
 def _one_token_at_a_time(call: Mapping[str, Any]) -> dict[str, Any]:
