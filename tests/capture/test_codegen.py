@@ -89,3 +89,18 @@ def test_annotations_numbers_and_arguments_stay():
     assert direct(['y : torch.Tensor = getattr(getattr(self.a, "0"), "1").b(x, self.c.d)']) == [
         'y : torch.Tensor = self._modules["a"]._modules["0"]._modules["1"]._modules["b"](x, self.c.d)'
     ]
+
+
+def test_a_weight_in_a_list_is_read_by_its_number():
+    class Lists(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weights = nn.ParameterList([nn.Parameter(torch.randn(4)) for _ in range(2)])
+
+        def forward(self, x):
+            return x * self.weights[0] + self.weights[1]
+
+    model = Lists().eval()
+    gm = rg.trace(model, (torch.randn(3, 4),))
+    x = torch.randn(3, 4)
+    assert torch.equal(gm(x), model(x))

@@ -407,6 +407,16 @@ def test_export_takes_keywords_in_any_order() -> None:
     assert torch.equal(program.module()(x=x, y=y), x @ y)
 
 
+def test_a_failed_capture_says_what_it_says_in_its_error_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    class Decides(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if bool((x == x.flip(0)).all()) else x + 1
+
+    with pytest.raises(CaptureError, match="by the value of a tensor"):
+        trace(Decides(), (torch.randn(3, 4),), dynamic_shapes="auto")
+    assert "def forward" not in capfd.readouterr().err
+
+
 def test_a_vectorised_function_is_refused_and_not_half_captured() -> None:
     class Vectorised(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

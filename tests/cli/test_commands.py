@@ -158,3 +158,25 @@ def test_the_whole_program_says_no_word_too_much(tmp_path: Path) -> None:
         [sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=tmp_path, check=True
     )
     assert json.loads(done.stdout)["ok"]
+
+
+def test_a_program_of_a_transformers_model_is_read_by_itself(regraft) -> None:
+    pytest.importorskip("transformers")
+    Path("bert").mkdir()
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    Path("bert/config.json").write_text(json.dumps({"model_type": "bert", "vocab_size": 40, **sizes}))
+    done = regraft("optimize", "./bert", "-o", "bert.pt2", "--seconds", "0.01", "--keep", "all", "-t", "merge-linears")
+    assert done.status == 0
+    # in a process that has not seen transformers, whose classes the program returns
+    command = [sys.executable, "-m", "regraft.cli", "explain", "bert.pt2", "--json"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout)
+
+
+def test_a_file_that_is_no_program_is_one_clear_line(regraft) -> None:
+    Path("garbage.pt2").write_text("garbage")
+    done = regraft("explain", "garbage.pt2")
+    assert done.status == 2
+    assert done.err.startswith("regraft explain: garbage.pt2 cannot be loaded as a program of torch.export: ")
+    assert len(done.err.strip().splitlines()) == 1

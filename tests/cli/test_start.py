@@ -53,7 +53,7 @@ def test_a_reader_who_leaves_is_no_error() -> None:
         (["explain", "nothing.pt2"], "there is no file nothing.pt2"),
         (["explain", "zoo:breaks"], "RuntimeError: no luck"),
         (["explain", "zoo:makes_text"], "made a str"),
-        (["explain", "zoo:not_a_model"], "is a int"),
+        (["explain", "zoo:not_a_model"], "is of the type int"),
         (["explain", "zoo:needs"], "takes width"),
         (["explain", "zoo:instance"], "--inputs"),
         (["explain", "zoo:net", "--inputs", "missing.json"], "there is no file missing.json"),

@@ -116,6 +116,8 @@ def _directly(line: str, found: re.Match[str]) -> str:
     names = [name or quoted for name, quoted in _STEP.findall(way)]
     if len(names) == 1:
         return line
+    if not called and not names[-1].isidentifier():  # a weight in a list, which is no attribute that can be written
+        return line
     last = "" if called else f".{names.pop()}"
     modules = "".join(f'._modules["{name}"]' for name in names)
     return f"{assigned}self{modules}{last}{called}{line[found.end() :]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -155,7 +156,10 @@ def _distinct(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warnings that are about the trace: what they warn of is put right afterwards."""
-    with warnings.catch_warnings():
+    """Without the warnings that are about the trace, and the graph that torch writes to stderr where it fails.
+
+    What they warn of is put right afterwards, and a failure is told in a sentence.
+    """
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         yield

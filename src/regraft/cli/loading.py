@@ -12,8 +12,10 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from regraft.capture.loading import load_program
 from regraft.cli.failure import Failure, first_line
 from regraft.cli.importing import imported
+from regraft.core.errors import CaptureError
 
 Model = nn.Module | ExportedProgram
 
@@ -48,7 +50,7 @@ def _made(spec: str) -> Model:
     found = imported(spec)
     if not isinstance(found, (nn.Module, ExportedProgram)):
         if not callable(found):
-            raise Failure(f"{spec} is a {type(found).__name__}; it has to be a model, or a function that makes one")
+            raise Failure(f"{spec} is of the type {type(found).__name__}: no model, and no function that makes one")
         needed = _required(found)
         if needed:
             raise Failure(f"{spec} is called without arguments, but takes {', '.join(needed)}; write a function for it")
@@ -71,8 +73,10 @@ def _required(function: Any) -> list[str]:
 def _program(path: Path) -> ExportedProgram:
     if not path.is_file():
         raise Failure(f"there is no file {path}")
-    with blamed(f"{path} cannot be loaded as a program of torch.export"):
-        return torch.export.load(path)
+    try:
+        return load_program(path)
+    except (CaptureError, ImportError) as error:
+        raise Failure(str(error)) from error
 
 
 def _of_folder(folder: Path) -> tuple[nn.Module, tuple[str, ...]]:

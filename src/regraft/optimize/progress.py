@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 _WIDTH = 24
 
@@ -24,7 +24,8 @@ class Progress:
         self.done = 0
         self.text = ""
         self._delay = delay
-        self._shown = sys.stderr.isatty()
+        self._stream = sys.stderr  # as it is now: what is captured meanwhile may be silenced
+        self._shown = self._stream.isatty()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._draw, daemon=True)
 
@@ -52,7 +53,7 @@ class Progress:
     def _draw(self) -> None:
         if self._stop.wait(self._delay):
             return
-        show = _rich_bar() or _PlainBar()
+        show = _rich_bar(self._stream) or _PlainBar(self._stream)
         start = time.monotonic() - self._delay
         over = False
         while not over:
@@ -64,15 +65,18 @@ class Progress:
 class _PlainBar:
     """A line that is written over and over."""
 
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
     def update(self, done: int, total: int, text: str, seconds: float) -> None:
         filled = _WIDTH * done // total
         bar = "#" * filled + "." * (_WIDTH - filled)
-        sys.stderr.write(f"\r\x1b[2K[{bar}] {done}/{total} {text} {seconds:.0f} s")
-        sys.stderr.flush()
+        self._stream.write(f"\r\x1b[2K[{bar}] {done}/{total} {text} {seconds:.0f} s")
+        self._stream.flush()
 
     def close(self) -> None:
-        sys.stderr.write("\r\x1b[2K")
-        sys.stderr.flush()
+        self._stream.write("\r\x1b[2K")
+        self._stream.flush()
 
 
 class _RichBar:
@@ -91,11 +95,11 @@ class _RichBar:
         self._progress.stop()
 
 
-def _rich_bar() -> _RichBar | None:
+def _rich_bar(stream: TextIO) -> _RichBar | None:
     try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     except ImportError:
         return None
     columns = (BarColumn(_WIDTH), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    return _RichBar(Progress(*columns, console=Console(stderr=True), transient=True))
+    return _RichBar(Progress(*columns, console=Console(file=stream), transient=True))

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from regraft.capture import lift
+from regraft.capture.loading import load_program
 
 logger = logging.getLogger("regraft")
 
@@ -87,11 +88,10 @@ def load(path: str | Path) -> GraphModule:
     """Read a graph that `Optimized.save` or `torch.export.save` has written.
 
     Args:
-        path: The file. The library of the model has to be imported first where it returns classes of its own.
+        path: The file. Where it returns classes of a library other than transformers, that one is imported first.
 
     Raises:
         FileNotFoundError: There is no such file.
+        CaptureError: It is no program, or one that this torch cannot load.
     """
-    if not Path(path).exists():
-        raise FileNotFoundError(f"there is no file {path}; result.save({str(path)!r}) writes one")
-    return lift(torch.export.load(path))
+    return lift(load_program(path))
