@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import browser
 import pytest
 
+from regraft.optimize.engines import EngineResult
 from regraft.report import html
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(browser.MISSING is not None, reason=str(browser.MISSING))]
@@ -71,3 +74,22 @@ def test_it_fits_the_screen(window: browser.Browser, width: int, dark: bool) -> 
 
 def test_nothing_is_fetched(window: browser.Browser) -> None:
     assert window.run("return performance.getEntriesByType('resource').length") == 0
+
+
+def test_engines_and_further_graphs_have_their_place(window: browser.Browser, result: Any, tmp_path: Path) -> None:
+    first = result.graphs[0]
+    said = "faster: 0.52x the time (95% 0.50–0.55, 40 pairs), an interval wholly below 1"
+    engine = EngineResult("onnxruntime", {"onnxruntime": said}, {}, {"onnxruntime": first.benchmark})
+    graphs = (replace(first, engine=engine), replace(first, name="decode"))
+    window.open(html.write(replace(result, graphs=graphs), tmp_path / "engines.html"))
+    for width in (390, 1280):
+        window.emulate(width, 844)
+        assert window.run("return document.documentElement.scrollWidth") <= width
+        assert visible(window, ".whole") == 1
+        lines = "r.selectNodeContents(document.querySelector('.whole')); return r.getClientRects().length"
+        assert window.run(f"const r = document.createRange(); {lines}") == 1, "the name is not broken"
+    assert [window.run(f"return document.querySelectorAll('h4.graph')[{i}].textContent") for i in (0, 1)] == [
+        "forward",
+        "decode",
+    ]
+    assert visible(window, "h4.graph ~ svg") >= 2

@@ -16,8 +16,9 @@ from regraft.core.journal import Step
 from regraft.core.results import Drawer
 from regraft.report import charts, drawing
 from regraft.report.result import GraphResult, Result, StepResult
-from regraft.verify import Depth, error_by_depth
+from regraft.verify import Depth, Leaf, error_by_depth
 
+_PLAIN = frozenset({"bool", "int", "float", "str", "NoneType", "dtype", "device"})
 _MOST_DRAWINGS = 200  # a page with thousands of pictures opens in no browser; the sentences are all there
 
 
@@ -204,10 +205,17 @@ def _verification(result: Result) -> list[dict[str, Any]]:
                     "problem": leaf.problem or leaf.note or "",
                 }
                 for leaf in case.leaves
+                if not _is_setting(leaf)
             ],
+            "alike": sum(map(_is_setting, case.leaves)),
         }
         for case in result.verification.cases
     ]
+
+
+def _is_setting(leaf: Leaf) -> bool:
+    """Whether it is a number or a name beside the tensors, and right: a cache has many of them in each layer."""
+    return leaf.ok and leaf.dtype in _PLAIN and not leaf.shape
 
 
 def _versions(names: Sequence[str] = ("regraft", "torch", "transformers")) -> list[str]:
