@@ -16,6 +16,7 @@ import regraft as rg
 from helpers import FORMS, Wrap, assert_matches_float64, capture, check_applied, check_refused, randomise, run
 from regraft.transformations import _mkldnn as mkldnn
 from regraft.transformations._activations import NONE, Activation
+from regraft.transformations._packed import CONVOLUTIONS as PACKED
 from regraft.transformations._packed import PackedConv2d, PackedLinear
 
 PACK = rg.PrepackForCpu()
@@ -296,14 +297,123 @@ def hooked():
     ("model", "words"),
     [
         (nn.Sequential(nn.Linear(8, 3).double()), "packs no linear in float64"),
-        (nn.Sequential(nn.Conv1d(4, 3, 1)), "only 2d"),
+        (nn.Sequential(nn.Conv1d(4, 3, 1)), "over one axis in float32"),
+        (nn.Sequential(nn.ConvTranspose1d(4, 3, 1)), "only those over two axes"),
         (nn.Sequential(nn.Conv2d(4, 3, 2, padding="same")), "differently"),
         (nn.Sequential(nn.Conv2d(4, 3, 3, padding=1, padding_mode="reflect")), "zeros"),
         (nn.Sequential(hooked()), "hooks"),
-        (Wrap(lambda self, x: F.linear(x, self.w), w=nn.Parameter(torch.randn(3, 8))), "function call"),
+        (Wrap(lambda self, x: F.linear(x, self.w * 2), w=nn.Parameter(torch.randn(3, 8))), "computed by the graph"),
+        (Wrap(lambda self, x: F.linear(x, self.w) + self.w, w=nn.Parameter(torch.randn(8, 8))), "is read by 2 nodes"),
+        (Wrap(lambda self, x: F.linear(x, self.w), w=nn.Parameter(torch.randn(8))), "is a vector"),
     ],
 )
 def test_refused(model, words):
-    size = (2, 4, 8) if "2d" in words or isinstance(getattr(model, "0", None), nn.Linear) else (2, 4, 8, 8)
-    sites = 1 + any(isinstance(layer, (nn.Conv1d, nn.Conv2d)) for layer in model.modules())
+    flat = isinstance(getattr(model, "0", None), (nn.Linear, nn.Conv1d, nn.ConvTranspose1d))
+    size = (2, 4, 8) if flat else (2, 4, 8, 8)
+    convs = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d)
+    sites = 1 + any(isinstance(layer, convs) for layer in model.modules())
     check_refused(PACK, randomise(model), (torch.randn(size),), "fx", words, sites=sites)
+
+
+CONVOLUTIONS = {
+    "1d, groups": (nn.Conv1d(4, 8, 3, padding=1, groups=2), nn.Conv1d(8, 8, 5, stride=2, groups=8), (2, 4, 30)),
+    "3d": (nn.Conv3d(4, 6, 3, padding=1), nn.Conv3d(6, 4, (1, 2, 3), stride=(1, 2, 1), groups=2), (2, 4, 5, 7, 6)),
+    "transposed": (
+        nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1),
+        nn.ConvTranspose2d(6, 8, 2, stride=2, groups=2, dilation=3, bias=False),
+        (2, 4, 5, 6),
+    ),
+    "transposed, then not": (nn.ConvTranspose2d(4, 6, 2, stride=2), nn.Conv2d(6, 4, 3, padding=1), (2, 4, 5, 6)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.GELU("tanh"), nn.SiLU(), nn.LeakyReLU(0.2)], ids=str)
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_over_other_axes_and_transposed(form, activation, name, dtype):
+    first, second, size = CONVOLUTIONS[name]
+    model = randomise(nn.Sequential(copy.deepcopy(first), activation, copy.deepcopy(second))).eval().to(dtype)
+    gm = check_applied(PACK, model, (torch.randn(size).to(dtype),), form, sites=3)
+    assert not any(type(m) is type(activation) for m in gm.modules())
+    assert sum(isinstance(m, PACKED) for m in gm.modules()) == 2
+    for batch, more in ((2, 0), (1, 0), (7, 3), (2, 1), (2, 0)) if form == "fx" else ():
+        x = torch.randn(batch, size[1], *(n + more for n in size[2:])).to(dtype)
+        assert_matches_float64(model, gm, (x,), slack=6)
+        assert all(out.is_contiguous() for out in run(gm, (x,)))
+        if x.ndim > 3:
+            layout = torch.channels_last if x.ndim == 4 else torch.channels_last_3d
+            assert_matches_float64(model, gm, (x.to(memory_format=layout),), slack=6)
+
+
+FUNCTIONS = {
+    "linear": (lambda m, x: F.relu(F.linear(x, m.m, m.b)), 1),
+    "linear without bias": (lambda m, x: F.linear(x, m.m).sum(-1), 1),
+    "convolution": (lambda m, x: F.silu(F.conv2d(x, m.k, m.b, padding=1, groups=2)).mean(), 2),
+    "convolution and a sum": (lambda m, x: F.conv2d(x, m.k, padding="same", groups=2) + x, 2),
+    "transposed": (lambda m, x: F.conv_transpose2d(x, m.t, m.c, 2), 2),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_functional_layers(name, dtype):
+    function, sites = FUNCTIONS[name]
+    shapes = {"m": (8, 8), "b": (8,), "k": (8, 4, 3, 3), "t": (8, 3, 2, 2), "c": (3,)}
+    model = Wrap(function, **{key: nn.Parameter(torch.empty(shape)) for key, shape in shapes.items()})
+    model, inputs = randomise(model).eval().to(dtype), (torch.randn(2, 8, 9, 8).to(dtype),)
+    sites -= name == "convolution"  # whose result goes no further than the mean
+    gm = check_applied(PACK, model, inputs, "trace", sites=sites)
+    assert sum(isinstance(m, (PackedLinear, *PACKED)) for m in gm.modules()) == 1
+    assert not gm.graph.find_nodes(op="get_attr")
+    run(gm, inputs)
+    assert_matches_float64(model, gm, inputs, slack=6)
+
+
+def test_a_functional_layer_is_taken_back_with_what_it_has_learnt():
+    model = randomise(Wrap(lambda m, x: F.linear(x, m.m), m=nn.Parameter(torch.empty(3, 8))))
+    gm = PACK(rg.trace(model, (torch.randn(2, 8),)))
+    with torch.no_grad():
+        gm.get_submodule("linear").weight.add_(1)
+    expected = gm.get_submodule("linear").weight.detach().clone()
+    rg.undo(gm)
+    assert torch.equal(gm.get_parameter("m"), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_private_operators_of_other_convolutions(dtype):
+    assert mkldnn.works(mkldnn.TRANSPOSED, dtype)
+    for kind in (mkldnn.CONV, mkldnn.CONV_ADD, mkldnn.CONV_SUM):
+        assert mkldnn.works(kind, dtype, axes=3)
+
+
+class Volume(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Conv3d(4, 4, 3, padding=1) for _ in range(2))
+
+    def forward(self, x):
+        first = self.a(x)
+        return torch.relu(self.b(first) + first) + first.mean()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_residual_in_three_dimensions(dtype):
+    model, x = randomise(Volume()).eval().to(dtype), torch.randn(2, 4, 5, 6, 7).to(dtype)
+    gm = check_applied(PACK, model, (x,), "trace", sites=3)
+    assert "add" not in [n.target for n in gm.graph.nodes]
+    assert len(gm.graph.find_nodes(op="call_module", target="b")[0].args) == 2
+
+
+def test_a_sum_is_not_fused_where_onednn_has_none():
+    for layer, size in ((nn.ConvTranspose2d(4, 4, 1), (2, 4, 5, 6)), (nn.Conv1d(4, 4, 1, groups=2), (2, 4, 9))):
+        model = randomise(Wrap(lambda m, x: torch.relu(m.layer(x) + x), layer=layer)).eval()
+        gm = check_applied(PACK, model, (torch.randn(size),), "trace", sites=2)
+        assert len(gm.graph.find_nodes(op="call_module", target="layer")[0].args) == 1
+
+
+def test_a_wrong_transposed_operator_is_not_used(monkeypatch, unknown):
+    monkeypatch.setattr(mkldnn, "transposed", lambda *a: torch.zeros(2, 8, 18, 14))
+    model = randomise(nn.Sequential(nn.ConvTranspose2d(4, 6, 3)))
+    with pytest.warns(UserWarning, match="disagrees"):
+        check_refused(PACK, model, IMAGE, "fx", "packs no transposed convolution in float32", sites=2)

@@ -14,11 +14,12 @@ from torch.nn import functional as F
 from regraft.core.pattern import Match, Pattern
 from regraft.core.strides import depends_on_strides
 from regraft.core.values import reads_shape_only, value_of
-from regraft.core.vocabulary import CONV, LINEAR, Call, Operation, attribute, location, read
+from regraft.core.vocabulary import CONV, LINEAR, TRANSPOSED_CONV, Call, Operation, attribute, location, read
 
 BORDER = Operation("border", "input")
 """A node that a convolution's values reach and that depends on their strides: an output, a view."""
 
+_LAYERS = (CONV, TRANSPOSED_CONV, LINEAR)
 _NEW_ORDER = (nn.LayerNorm, nn.Linear)
 
 
@@ -29,13 +30,15 @@ class LayersAndBorders(Pattern):
         reached: set[Node] = set()
         for node in list(owner.graph.nodes):
             call = read(node, owner)
-            if call is not None and call.operation in (CONV, LINEAR):
+            if call is not None and call.operation in _LAYERS:
                 yield (node,)
             values = [value for value in node.all_input_nodes if value in reached]
             border = [value for value in values if node.op == "output" or depends_on_strides(node, value, owner)]
             if border:
                 yield (node, *border)
-            elif (call is not None and call.operation is CONV) or (values and _passes_on(node, call)):
+            elif (call is not None and call.operation in (CONV, TRANSPOSED_CONV)) or (
+                values and _passes_on(node, call)
+            ):
                 reached.add(node)
 
     def match(self, owner: GraphModule, nodes: tuple[Node, ...]) -> Match | None:
@@ -43,7 +46,7 @@ class LayersAndBorders(Pattern):
         if values:
             return Match(owner, (Call(node, BORDER, {"input": values[0], "values": values}, owner, location(node)),))
         call = read(node, owner)
-        return Match(owner, (call,)) if call is not None and call.operation in (CONV, LINEAR) else None
+        return Match(owner, (call,)) if call is not None and call.operation in _LAYERS else None
 
 
 def _passes_on(node: Node, call: Call | None) -> bool:

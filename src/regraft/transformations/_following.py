@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from torch import nn
 from torch.fx import Node
 
 from regraft.core.pattern import Match
 from regraft.core.query import Facts
 from regraft.core.values import reads_shape_only, value_of
-from regraft.core.vocabulary import ADD, ADD_IN_PLACE, LINEAR, Call
+from regraft.core.vocabulary import ADD, ADD_IN_PLACE, CONV, Call
 from regraft.transformations._activations import NONE, Activation, activation_of
 
 
@@ -16,7 +17,7 @@ def following(match: Match, facts: Facts) -> tuple[Node | None, Node, Activation
     call, other, done = match.call, None, []
     last = call.node
     reader = _only_reader(match, last)
-    if reader is not None and reader.operation in (ADD, ADD_IN_PLACE) and call.operation is not LINEAR:
+    if reader is not None and reader.operation in (ADD, ADD_IN_PLACE) and _adds(call):
         other = _addend(reader, last, facts)
         if other is not None and facts.unchanged(call.input, call.node, reader.node) is None:
             done, last = [reader], reader.node
@@ -27,6 +28,11 @@ def following(match: Match, facts: Facts) -> tuple[Node | None, Node, Activation
     if reader is None or activation is None or facts.unchanged(call.input, call.node, reader.node):
         return other, last, NONE, done
     return other, reader.node, activation, [*done, reader]
+
+
+def _adds(call: Call) -> bool:
+    """Whether oneDNN's addition is there for the layer, and pays."""
+    return call.operation is CONV and not isinstance(call.module, nn.Conv1d)
 
 
 def _only_reader(match: Match, value: Node) -> Call | None:

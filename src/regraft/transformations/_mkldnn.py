@@ -19,6 +19,7 @@ from regraft.transformations._activations import NONE, Activation
 
 LINEAR, MKL, CONV = "linear", "packed sgemm", "convolution"
 CONV_ADD, CONV_SUM = "convolution with addition", "convolution with addition in place"
+TRANSPOSED = "transposed convolution"
 """The kinds of operator."""
 
 _ORDINARY: tuple[type, ...] = (Tensor, nn.Parameter)
@@ -26,8 +27,14 @@ _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
 @cache
-def works(kind: str, dtype: torch.dtype, activation: Activation = NONE) -> bool:
+def works(kind: str, dtype: torch.dtype, activation: Activation = NONE, axes: int = 2) -> bool:
     """Whether this build and processor have the operator, and it agrees with plain torch on an example.
+
+    Args:
+        kind: Which operator.
+        dtype: Of what tensors.
+        activation: What it computes at the end.
+        axes: Over how many axes a convolution goes.
 
     Which activations may follow which operator is not written down anywhere: it is tried too, and without a warning.
     """
@@ -36,7 +43,7 @@ def works(kind: str, dtype: torch.dtype, activation: Activation = NONE) -> bool:
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            found, expected = _example(kind, dtype, activation)
+            found, expected = _example(kind, dtype, activation, axes)
         agrees = bool((found.double() - expected).abs().max() <= _TOLERANCE[dtype] * expected.abs().max())
         reason = "it disagrees with plain torch"
     except (RuntimeError, AttributeError, TypeError, NotImplementedError) as error:
@@ -84,13 +91,38 @@ def pack_conv(weight: Tensor, geometry: Sequence[Any], size: Sequence[int]) -> T
     """The weight in the layout that oneDNN wants for inputs of this size; others are computed too, some slowly.
 
     Args:
-        weight: (out, in / groups, height, width).
+        weight: (out, in / groups, height, width), or with a depth before the height.
         geometry: Padding, stride, dilation, groups.
-        size: (batch, in, height, width).
+        size: (batch, in, height, width), or with a depth.
     """
     return cast(
         Tensor, _op("mkldnn", "_reorder_convolution_weight")(weight.detach().contiguous(), *geometry, list(size))
     )
+
+
+def pack_transposed(weight: Tensor, geometry: Sequence[Any], size: Sequence[int]) -> Tensor:
+    """The weight of a transposed convolution in the layout that oneDNN wants for inputs of this size.
+
+    Args:
+        weight: (in, out / groups, height, width).
+        geometry: Padding, output padding, stride, dilation, groups.
+        size: (batch, in, height, width).
+    """
+    reorder = _op("mkldnn", "_reorder_convolution_transpose_weight")
+    return cast(Tensor, reorder(weight.detach().contiguous(), *geometry, list(size)))
+
+
+def transposed(
+    x: Tensor, packed: Tensor, bias: Tensor | None, geometry: Sequence[Any], activation: Activation
+) -> Tensor:
+    """`activation(conv_transpose2d(x))`, channels last."""
+    arguments = (activation.name, list(activation.scalars), activation.algorithm)
+    return cast(Tensor, _op("mkldnn", "_convolution_transpose_pointwise")(x, packed, bias, *geometry, *arguments))
+
+
+def channels_last(axes: int) -> torch.memory_format:
+    """The memory format of what a packed convolution over so many axes gives."""
+    return torch.channels_last_3d if axes == 3 else torch.channels_last
 
 
 def layout(packed: Tensor) -> bytes:
@@ -140,7 +172,7 @@ def _has(kind: str, dtype: torch.dtype) -> bool:
     return dtype is torch.float32 or bool(getattr(torch.ops.mkldnn, halves[dtype], bool)())
 
 
-def _example(kind: str, dtype: torch.dtype, activation: Activation) -> tuple[Tensor, Tensor]:
+def _example(kind: str, dtype: torch.dtype, activation: Activation, axes: int) -> tuple[Tensor, Tensor]:
     """One small case by the operator, and in float64."""
     if kind in (LINEAR, MKL):
         x, weight, bias = (torch.randn(*size).to(dtype) for size in [(5, 19), (18, 19), (18,)])
@@ -148,12 +180,20 @@ def _example(kind: str, dtype: torch.dtype, activation: Activation) -> tuple[Ten
         if kind == MKL:
             return sgemm(x, pack_sgemm(weight, 5), weight, bias, 5), expected
         return linear(x, pack_linear(weight), bias, activation), expected
-    x, weight, bias, total = (torch.randn(*size).to(dtype) for size in [(2, 6, 9, 7), (8, 3, 3, 3), (8,), (2, 8, 5, 4)])
-    geometry = ([1, 1], [2, 2], [1, 1], 2)
+    x, total = torch.randn(2, 6, *(9, 7, 5)[:axes]).to(dtype), torch.randn(2, 8, *(5, 4, 3)[:axes]).to(dtype)
+    padding, stride, dilation, bias = [1] * axes, [2] * axes, [1] * axes, torch.randn(8).to(dtype)
+    if kind == TRANSPOSED:
+        weight = torch.randn(6, 4, *[3] * axes).to(dtype)
+        shape = (padding, padding, stride, dilation, 2)  # the output's padding is one too
+        result = transposed(x, pack_transposed(weight, shape, x.shape), bias, shape, activation)
+        return result, activation.plain(F.conv_transpose2d(x.double(), weight.double(), bias.double(), 2, 1, 1, 2))
+    weight = torch.randn(8, 3, *[3] * axes).to(dtype)
+    geometry = (padding, stride, dilation, 2)
     packed = pack_conv(weight, geometry, x.shape)
-    expected = F.conv2d(x.double(), weight.double(), bias.double(), 2, 1, 1, 2)
+    function = F.conv3d if axes == 3 else F.conv2d
+    expected = function(x.double(), weight.double(), bias.double(), 2, 1, 1, 2)
     if kind == CONV:
         return conv(x, packed, bias, geometry, activation), activation.plain(expected)
     expected = activation.plain(expected + total.double())
     add = conv_add if kind == CONV_ADD else conv_sum
-    return add(total.to(memory_format=torch.channels_last), x, packed, bias, geometry, activation), expected
+    return add(total.to(memory_format=channels_last(axes)), x, packed, bias, geometry, activation), expected

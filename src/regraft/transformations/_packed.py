@@ -113,13 +113,15 @@ class PackedLinear(Packed, nn.Linear):
         return mkldnn.sgemm(x, packed, weight, bias, rows)
 
 
-class PackedConv2d(Packed, nn.Conv2d):
-    """`activation(conv2d(x) + other)`, channels last; with `inplace`, written into `other` where that is possible."""
+class _PackedConv(Packed):
+    """`activation(conv(x) + other)`, channels last; with `inplace`, written into `other` where that is possible."""
+
+    axes: int
 
     def forward(self, input: Tensor, other: Tensor | None = None) -> Tensor:  # noqa: A002
-        """`input` is (batch, in, height, width), and `other` like the result."""
+        """`input` is (batch, in, height, width), with a depth before the height in 3d, and `other` like the result."""
         weight, bias = self._parameters["weight"], self._parameters["bias"]
-        if weight is None or input.ndim != 4 or not mkldnn.usable(input, weight, bias) or not input.numel():
+        if weight is None or input.ndim != self.axes + 2 or not mkldnn.usable(input, weight, bias) or not input.numel():
             return self._plain(input, other)
         packs = self._fresh(weight)
         entry = packs.get(input.shape) or self._entry(input.shape, weight, packs)
@@ -127,17 +129,17 @@ class PackedConv2d(Packed, nn.Conv2d):
             return self._plain(input, other)
         packed, size = entry
         if other is None:
-            return mkldnn.conv(input, packed, bias, self._geometry(), self.activation)
+            return self._compute(input, packed, bias, self.activation)
         like = type(other) is Tensor and other.shape == size and other.dtype is input.dtype
         kind = mkldnn.CONV_SUM if self.inplace else mkldnn.CONV_ADD
         if (
             not like
-            or not other.is_contiguous(memory_format=torch.channels_last)
-            or not mkldnn.works(kind, weight.dtype)
+            or not other.is_contiguous(memory_format=mkldnn.channels_last(self.axes))
+            or not mkldnn.works(kind, weight.dtype, axes=self.axes)
         ):
-            return self.activation.plain(mkldnn.conv(input, packed, bias, self._geometry(), NONE) + other)
+            return self.activation.plain(self._compute(input, packed, bias, NONE) + other)
         add = mkldnn.conv_sum if self.inplace else mkldnn.conv_add
-        if self.activation is NONE or mkldnn.works(kind, weight.dtype, self.activation):
+        if self.activation is NONE or mkldnn.works(kind, weight.dtype, self.activation, self.axes):
             return add(other, input, packed, bias, self._geometry(), self.activation)
         return self.activation.write(add(other, input, packed, bias, self._geometry(), NONE))
 
@@ -147,26 +149,113 @@ class PackedConv2d(Packed, nn.Conv2d):
 
     def _entry(self, shape: torch.Size, weight: Tensor, packs: dict[Any, Any]) -> tuple[Tensor, torch.Size] | None:
         """The weight packed for inputs of this size, and the size of the result."""
-        if not mkldnn.works(mkldnn.CONV, weight.dtype, self.activation):
+        if not self._works(weight.dtype):
             return None
-        padding, stride, dilation, groups = self._geometry()
-        like = (torch.empty(shape, device="meta"), torch.empty(weight.shape, device="meta"))
-        size = F.conv2d(*like, None, stride, padding, dilation, groups).shape
+        size = self._size(torch.empty(shape, device="meta"), torch.empty(weight.shape, device="meta"))
         if not size.numel():
             return None
         if len(packs) >= SIZES:
             packs.clear()
-        packed = mkldnn.pack_conv(weight, self._geometry(), shape)
+        packed = self._pack(weight, shape)
         known = {mkldnn.layout(other): other for other, _ in packs.values()}
         entry = packs[shape] = (known.get(mkldnn.layout(packed), packed), size)
         return entry
 
+    def _works(self, dtype: torch.dtype) -> bool:
+        return mkldnn.works(mkldnn.CONV, dtype, self.activation, self.axes)
+
+    def _size(self, x: Tensor, weight: Tensor) -> torch.Size:
+        padding, stride, dilation, groups = self._geometry()
+        function = F.conv3d if self.axes == 3 else F.conv2d
+        return function(x, weight, None, stride, padding, dilation, groups).shape
+
+    def _pack(self, weight: Tensor, shape: torch.Size) -> Tensor:
+        return mkldnn.pack_conv(weight, self._geometry(), shape)
+
+    def _compute(self, x: Tensor, packed: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
+        return mkldnn.conv(x, packed, bias, self._geometry(), activation)
+
     def _geometry(self) -> tuple[Any, ...]:
         geometry: tuple[Any, ...] | None = self.__dict__.get("_numbers")
         if geometry is None:
-            padding = list(_padding(self))
-            geometry = self.__dict__["_numbers"] = (padding, list(self.stride), list(self.dilation), self.groups)
+            geometry = self.__dict__["_numbers"] = self._numbers_of_it()
         return geometry
+
+    def _numbers_of_it(self) -> tuple[Any, ...]:
+        conv: Any = self
+        return list(_padding(conv)), list(conv.stride), list(conv.dilation), conv.groups
+
+
+class PackedConv1d(_PackedConv, nn.Conv1d):
+    """A convolution over one axis, computed as one over two, the first of one element; nothing is added to it."""
+
+    axes = 1
+
+    def _works(self, dtype: torch.dtype) -> bool:
+        return mkldnn.works(mkldnn.CONV, dtype, self.activation)
+
+    def _size(self, x: Tensor, weight: Tensor) -> torch.Size:
+        (_, padding), (_, stride), (_, dilation), groups = self._geometry()
+        return F.conv1d(x, weight, None, stride, padding, dilation, groups).shape
+
+    def _pack(self, weight: Tensor, shape: torch.Size) -> Tensor:
+        return mkldnn.pack_conv(weight.unsqueeze(2), self._geometry(), (*shape[:2], 1, shape[2]))
+
+    def _compute(self, x: Tensor, packed: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
+        return mkldnn.conv(x.unsqueeze(2), packed, bias, self._geometry(), activation).squeeze(2)
+
+    def _numbers_of_it(self) -> tuple[Any, ...]:
+        conv: Any = self
+        return [0, *_padding(conv)], [1, *conv.stride], [1, *conv.dilation], conv.groups
+
+
+class PackedConv2d(_PackedConv, nn.Conv2d):
+    """A convolution over two axes."""
+
+    axes = 2
+
+
+class PackedConv3d(_PackedConv, nn.Conv3d):
+    """A convolution over three axes."""
+
+    axes = 3
+
+
+class PackedConvTranspose2d(_PackedConv, nn.ConvTranspose2d):  # type: ignore[misc]  # no output_size: no graph has it
+    """A transposed convolution over two axes; nothing is added to it."""
+
+    axes = 2
+
+    def _works(self, dtype: torch.dtype) -> bool:
+        return mkldnn.works(mkldnn.TRANSPOSED, dtype, self.activation)
+
+    def _size(self, x: Tensor, weight: Tensor) -> torch.Size:
+        padding, output_padding, stride, dilation, groups = self._geometry()
+        return F.conv_transpose2d(x, weight, None, stride, padding, output_padding, groups, dilation).shape
+
+    def _pack(self, weight: Tensor, shape: torch.Size) -> Tensor:
+        return mkldnn.pack_transposed(weight, self._geometry(), shape)
+
+    def _compute(self, x: Tensor, packed: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
+        return mkldnn.transposed(x, packed, bias, self._geometry(), activation)
+
+    def _numbers_of_it(self) -> tuple[Any, ...]:
+        conv: Any = self
+        return list(conv.padding), list(conv.output_padding), list(conv.stride), list(conv.dilation), conv.groups
+
+
+CONVOLUTIONS = (PackedConv1d, PackedConv2d, PackedConv3d, PackedConvTranspose2d)
+
+
+def packed_kind(module: nn.Module) -> type[Packed] | None:
+    """The packed form of a convolution; None where it has none."""
+    kinds: dict[type[nn.Module], type[Packed]] = {
+        nn.Conv1d: PackedConv1d,
+        nn.Conv2d: PackedConv2d,
+        nn.Conv3d: PackedConv3d,
+        nn.ConvTranspose2d: PackedConvTranspose2d,
+    }
+    return kinds.get(type(module))
 
 
 def _padding(conv: Any) -> tuple[int, ...]:

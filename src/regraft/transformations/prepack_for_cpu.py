@@ -9,23 +9,27 @@ from regraft.core.edit import Edit
 from regraft.core.pattern import Match
 from regraft.core.query import Facts, require, that
 from regraft.core.rewrite import Rewrite
-from regraft.core.vocabulary import LINEAR, Call
+from regraft.core.vocabulary import LINEAR, TRANSPOSED_CONV, Call
+from regraft.core.weights import Same
 from regraft.transformations import _mkldnn as mkldnn
 from regraft.transformations._activations import NONE, Activation
 from regraft.transformations._conv_region import BORDER, LayersAndBorders
 from regraft.transformations._following import between, following
-from regraft.transformations._packed import Packed, PackedConv2d, PackedLinear, even_padding
+from regraft.transformations._module_for import place_of
+from regraft.transformations._packed import CONVOLUTIONS, Packed, PackedLinear, even_padding, packed_kind
 
 
 class PrepackForCpu(Rewrite):
-    """Pack the weights of linear layers and 2d convolutions for the CPU, and fuse what follows into them.
+    """Pack the weights of linear layers and convolutions for the CPU, and fuse what follows into them.
 
     `activation(W x + b + other)` in one call of oneDNN, which finds the weight in the layout that it works in. Between
     convolutions values are channels last; outputs, and views that need it, get the usual layout back. Float32 linear
     layers are packed by MKL, for the number of rows that comes twice running. Of a linear layer's neighbours only the
     activation is fused: oneDNN's addition is many times slower there than torch's.
 
-    Every call is right at every size; a new image size packs again, once. Gradients, autocast, tracing and other
+    Transposed convolutions are packed over two axes, and others over one to three; in float32 those over one axis only
+    with groups, because oneDNN's are no faster else. Every call is right at every size; a new image size packs again,
+    once. Gradients, autocast, tracing and other
     devices get the plain layers. The layers stay what they are (`nn.Linear`, `nn.Conv2d`, the same parameters), and
     saving, copying and moving them is as before. The packed copy takes the weight's memory once more (a float32 linear
     layer's: once for each of the last two numbers of rows).
@@ -44,35 +48,43 @@ class PrepackForCpu(Rewrite):
         """See `Rewrite.rewrite`."""
         call = match.call
         if call.operation is BORDER:
-            packed = any(isinstance(module, PackedConv2d) for module in match.owner.modules())
-            require(that(packed, f"{call.where} reads no packed convolution"))
+            some = any(isinstance(module, CONVOLUTIONS) for module in match.owner.modules())
+            require(that(some, f"{call.where} reads no packed convolution"))
 
             return _usual_layout(call, edit)
-        module, weight = call.module, call.weight("weight")
-        require(that(module is not None, f"{call.where} is a function call, not a module with a weight of its own"))
-        assert module is not None
+        weight = call.weight("weight")
+        require(facts.plain(call), facts.alone(call) if call.module is None else facts.one_name(call))
         assert weight is not None
-        require(facts.plain(call), facts.one_name(call), _packable(call, module, weight.tensor))
+        require(that(weight.tensor.ndim > 1, f"the weight of {call.where} is a vector"))
+        name, module = place_of(call, weight.tensor, edit)
+        require(_packable(call, module, weight.tensor))
         if facts.called_once(call):
-            edit.put_sharing(call.where, _packed(call, module, NONE))
+            edit.put_sharing(name, _packed(call, module, NONE))
             return "packed, for every place that calls it"
         other, last, activation, done = following(match, facts)
         gone = between(call.node, last)
         inplace = other is not None and other is not call.input and facts.disposable(other, last, gone) is None
 
-        edit.put_sharing(call.where, _packed(call, module, activation, inplace))
-        edit.replace_with_module(last, call.where, *([call.input] if other is None else [call.input, other]))
+        packed = _packed(call, module, activation, inplace)
+        if call.module is not None:
+            edit.put_sharing(name, packed)
+        else:
+            given = {key: call.weight(key) for key in ("weight", "bias")}
+            edit.put_module(name, packed, {key: (Same(), [one]) if one else None for key, one in given.items()})
+        edit.replace_with_module(last, name, *([call.input] if other is None else [call.input, other]))
         for node in gone:
             edit.erase(node)
         if inplace and other is not None:
             edit.writes(last, other)
+        edit.discard(call)
         for fused in done:
             edit.discard(fused)
         return "packed" + "".join(f", with {fused.where}" for fused in done)
 
 
 def _packed(call: Call, module: nn.Module, activation: Activation, inplace: bool = False) -> Packed:
-    kind = PackedLinear if call.operation is LINEAR else PackedConv2d
+    kind = PackedLinear if call.operation is LINEAR else packed_kind(module)
+    assert kind is not None
     return kind.of(module, activation, inplace)
 
 
@@ -81,14 +93,18 @@ def _packable(call: Call, module: nn.Module, weight: torch.Tensor) -> str | None
         return f"{call.where} is on {weight.device}; the packed layouts are the CPU's"
     if call.operation is LINEAR:
         kind = mkldnn.MKL if weight.dtype is torch.float32 else mkldnn.LINEAR
-    elif not isinstance(module, nn.Conv2d):
-        return f"{call.where} is a {type(module).__name__}; only 2d convolutions are packed"
+    elif packed_kind(module) is None:
+        what = f"{call.where} is a {type(module).__name__}"
+        return f"{what}; of transposed convolutions only those over two axes are packed"
+    elif isinstance(module, nn.Conv1d) and weight.dtype is torch.float32 and module.groups == 1:
+        return f"{call.where} is a convolution over one axis in float32, which torch computes as fast without groups"
     elif not even_padding(module):
         return f"{call.where} pads the ends of an axis differently, or not with zeros"
     else:
-        kind = mkldnn.CONV
+        kind = mkldnn.TRANSPOSED if call.operation is TRANSPOSED_CONV else mkldnn.CONV
     dtype = str(weight.dtype).removeprefix("torch.")
-    return that(mkldnn.works(kind, weight.dtype), f"{call.where}: this torch or processor packs no {kind} in {dtype}")
+    able = mkldnn.works(kind, weight.dtype, axes=3 if weight.ndim == 5 else 2)
+    return that(able, f"{call.where}: this torch or processor packs no {kind} in {dtype}")
 
 
 def _usual_layout(call: Call, edit: Edit) -> str:
