@@ -183,18 +183,36 @@ def is_causal(masks: list[Mask], scale: float | None, query: Any, value: Any, ow
 
 
 def put(
-    edit: Edit, result: Node, operands: list[Node], keywords: dict[str, Any], flat: bool, lost: Node | None
+    edit: Edit,
+    result: Node,
+    operands: list[Node],
+    keywords: dict[str, Any],
+    flat: bool,
+    lost: Node | None,
+    ordered: bool,
 ) -> None:
-    """The fused call in the place of `result`; `lost` are the rows that are NaN."""
-    if not flat and lost is None:
+    """The fused call in the place of `result`.
+
+    Args:
+        edit: The site's transaction.
+        result: The node that gets the value.
+        operands: The query, the key and the value.
+        keywords: The other arguments.
+        flat: Whether they got a first axis, which goes again.
+        lost: The rows that are NaN; None where there are none.
+        ordered: Whether a reader needs the value contiguous, as a product is and the fused call's need not be.
+    """
+    rest: list[tuple[Any, ...]] = [(torch.squeeze, 0)] if flat else []
+    rest += [(torch.masked_fill, lost, math.nan)] if lost is not None else []
+    rest += [(torch.ops.aten.contiguous.default,)] if ordered else []
+    if not rest:
         edit.replace(result, F.scaled_dot_product_attention, *operands, **keywords)
         return
-    fused = edit.insert(result, F.scaled_dot_product_attention, *operands, name="attention", **keywords)
-    if lost is None:
-        edit.replace(result, torch.squeeze, fused, 0)
-        return
-    whole = edit.insert(result, torch.squeeze, fused, 0) if flat else fused
-    edit.replace(result, torch.masked_fill, whole, lost, math.nan)
+    value = edit.insert(result, F.scaled_dot_product_attention, *operands, name="attention", **keywords)
+    for target, *more in rest[:-1]:
+        value = edit.insert(result, target, value, *more)
+    target, *more = rest[-1]
+    edit.replace(result, target, value, *more)
 
 
 def drop(value: Node, edit: Edit) -> None:

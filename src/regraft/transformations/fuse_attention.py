@@ -86,7 +86,8 @@ class FuseAttention(Rewrite):
             operands = [edit.insert(result, torch.unsqueeze, operand, 0) for operand in operands]
         given = {"attn_mask": mask, "is_causal": causal or None, "scale": scale, "enable_gqa": pair and True}
         keywords = {name: one for name, one in given.items() if one is not None}
-        put(edit, result, operands, keywords, q.ndim == 3, lost)
+        ordered = facts.strides_free(result, v.shape[-1]) is not None
+        put(edit, result, operands, keywords, q.ndim == 3, lost, ordered)
         edit.erase_unread({*inner, *above, *([key] if straight is not None else [])})
         for left in (*(whole if pair else ()), *(masks if causal else ())):
             drop(left, edit)
