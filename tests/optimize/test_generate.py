@@ -133,6 +133,7 @@ def test_compiled_in_one_graph_it_fills_the_cache(pair) -> None:
     model, result = pair
     if model.config.is_encoder_decoder:
         pytest.skip("its caches are made by generate")
+    torch.compiler.reset()  # all drop-ins of a process have one code, and so share its limit of recompilations
     compiled = torch.compile(result.model, fullgraph=True, backend="eager")
     found = []
     for each in (model, compiled):

@@ -179,7 +179,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "reshaped weights": (
         lambda m, q, k, v: torch.softmax(scores(q, k), -1).reshape(B * H, L, S) @ v.reshape(B * H, S, D),
-        "reshapes the weights",
+        "is no scores of merged heads",
     ),
     "broadcast mask": (lambda m, q, k, v: attend(scores(q[:1], k[:1]) + m.mask, v), "another shape"),
     "shared key": (lambda m, q, k, v: attend(scores(q, k[:, :1]), v), "not of the same batches"),

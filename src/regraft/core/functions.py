@@ -67,6 +67,13 @@ MATMUL = Operation(
     (operator.matmul, torch.matmul, torch.bmm, *_overloads("matmul.default", "bmm.default")),
     ("matmul", "bmm", "__matmul__"),
 )
+PRODUCT_AND_SUM = Operation(
+    "batched product and sum",
+    "bias input other beta alpha",
+    (torch.baddbmm, *_overloads("baddbmm.default")),
+    ("baddbmm",),
+    defaults={"beta": 1, "alpha": 1},
+)
 MASKED_FILL = Operation(
     "masked fill",
     "input mask value",

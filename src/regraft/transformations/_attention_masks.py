@@ -40,6 +40,8 @@ def largest(value: Any, owner: GraphModule, depth: int = _DEEPEST) -> float:
         return abs(number) if number is not None else math.inf
     if value.op == "get_attr":
         return _largest_of(attribute(owner, str(value.target)))
+    if value.target is torch.unflatten:
+        return largest(value.args[0], owner, depth - 1)
     call = read(value, owner)
     if call is None:
         return math.inf

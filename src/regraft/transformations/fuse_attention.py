@@ -14,6 +14,7 @@ from regraft.core.values import value_of
 from regraft.core.vocabulary import CAST, DROPOUT, MATMUL, RESHAPE, SOFTMAX, Call, read
 from regraft.transformations._attention import along_last, fits, precise, read_scores, unscaled, untransposed
 from regraft.transformations._attention_calls import Attentions, drop, grouped, is_causal, lighten, put, repeats_in_vain
+from regraft.transformations._attention_flat import fuse_merged
 from regraft.transformations._attention_masks import maskable, one_mask
 
 _WEIGHTS = Op(SOFTMAX, Value("scores"), dim=Value("dim"), dtype=Value("dtype"))
@@ -49,10 +50,9 @@ class FuseAttention(Rewrite):
             return lighten(match, edit, facts)
         require(match.reason)
         result, on_the_way = match.result, [call for node in match.inner if (call := read(node, match.owner))]
-        require(
-            *(facts.evaluating(call) for call in on_the_way if call.operation is DROPOUT),
-            *(f"{call.where} reshapes the weights" for call in on_the_way if call.operation is RESHAPE),
-        )
+        require(*(facts.evaluating(call) for call in on_the_way if call.operation is DROPOUT))
+        if any(call.operation is RESHAPE for call in on_the_way):
+            return fuse_merged(match, edit, facts)
         scores = read_scores(match.values["scores"], match.owner)
         inner = sorted({*match.inner, *scores.nodes})
         key, value, masks = scores.product["other"], match.values["value"], [mask.node for mask in scores.masks]
