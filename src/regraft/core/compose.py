@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 
 from regraft.core.history import lint_and_recompile, undo_steps
 from regraft.core.journal import Journal, Step
+from regraft.core.modules import graph_modules
 from regraft.core.report import Report
 from regraft.core.rewrite import Rewrite
 from regraft.core.snapshot import Snapshot
@@ -41,7 +42,7 @@ class _Composition(Transformation):
     def get_transformed_nodes(self, graph_module: GraphModule) -> list[Node]:
         """The nodes marked by any of the parts, in order."""
         marked = {node for part in self.transformations for node in part.get_transformed_nodes(graph_module)}
-        owners = [module for module in graph_module.modules() if isinstance(module, GraphModule)]
+        owners = graph_modules(graph_module).values()
         return [node for owner in owners for node in owner.graph.nodes if node in marked]
 
     def transformed(self, node: Node) -> bool:

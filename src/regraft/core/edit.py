@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from regraft.core.clone import clone_module, consumed
+from regraft.core.fx_private import rewrite_node
 from regraft.core.journal import SiteRecord, WeightRecord
+from regraft.core.modules import is_layer, module_at
 from regraft.core.query import Facts
 from regraft.core.reversal import Reversal
-from regraft.core.states import MARKS, Key, Recorder, Slot, is_layer, module_at, rewrite_node, write_slot
+from regraft.core.states import MARKS, Key, Recorder, Slot, write_slot
 from regraft.core.vocabulary import Call, Weight, attribute
 from regraft.core.weights import Derivation, Same
 

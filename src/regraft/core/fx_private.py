@@ -74,6 +74,20 @@ def append_node(
     return node
 
 
+def rewrite_node(node: Node, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Make `node` compute something else.
+
+    The four public setters would each search and change the graph's index of nodes, which goes by `op` and `target`.
+    """
+    if node.op != op or node.target != target:
+        index = node.graph._find_nodes_lookup_table
+        index.remove(node)
+        object.__setattr__(node, "op", op)
+        object.__setattr__(node, "target", target)
+        index.insert(node)
+    node._update_args_kwargs(args, kwargs)
+
+
 def is_erased(node: Node) -> bool:
     """Whether a node has been taken out of its graph."""
     return bool(node._erased)

@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from regraft.core.carry import apply_settings, carry_back, changed_settings, with_values
 from regraft.core.errors import ReversalConflict
 from regraft.core.journal import Journal, SiteRecord, Step
+from regraft.core.modules import graph_modules
 from regraft.core.reversal import Conflict, Reversal
 from regraft.core.snapshot import Snapshot
 from regraft.core.states import Changes
@@ -167,10 +168,9 @@ def with_original_slots(gm: GraphModule, carry: bool) -> GraphModule:
 
 def lint_and_recompile(gm: GraphModule) -> None:
     """Check the graphs of `gm`, nested ones too, and compile their code."""
-    for module in gm.modules():
-        if isinstance(module, GraphModule):
-            module.graph.lint()
-            module.recompile()
+    for module in graph_modules(gm).values():
+        module.graph.lint()
+        module.recompile()
 
 
 def log_step(step: Step) -> None:

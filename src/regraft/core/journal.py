@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule
 
+from regraft.core.modules import graph_modules, module_at
 from regraft.core.order import merge_order, placed
-from regraft.core.states import Changes, Key, module_at
+from regraft.core.states import Changes, Key
 
 
 @dataclass
@@ -159,9 +160,8 @@ class Journal:
             for (path, name), (old, _) in site.changes.slots.items():
                 if old is not None:
                     dead_slots.setdefault(path, set()).add(name)
-        for path, module in gm.named_modules():
-            if isinstance(module, GraphModule):
-                self.orders.setdefault((path, "nodes"), [])
+        for path in graph_modules(gm):
+            self.orders.setdefault((path, "nodes"), [])
         for key in list(self.orders):
             path, kind = key
             try:

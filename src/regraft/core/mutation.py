@@ -65,15 +65,19 @@ def writes(node: Node, owner: GraphModule) -> list[Node]:
         return []
     if isinstance(node.target, torch._ops.OpOverload):
         return _written_by_schema(node, node.target)
-    written = _nodes((node.kwargs.get("out"),))
-    name = getattr(node.target, "__name__", "")
-    if node.target in _WRITING_OPERATORS or (
-        name.endswith("_") and not name.endswith("__") and node.target not in _FRESH_OPERATORS
-    ):
+    written = _nodes((node.kwargs.get("out"),)) if node.kwargs else []
+    if _named_in_place(node.target):
         written += _nodes(node.args[:1])
     elif _argument(node, "inplace"):
         written += _nodes((*node.args[:1], node.kwargs.get("input")))
     return written
+
+
+@cache
+def _named_in_place(function: Callable[..., Any]) -> bool:
+    name = getattr(function, "__name__", "")
+    named = name.endswith("_") and not name.endswith("__") and function not in _FRESH_OPERATORS
+    return function in _WRITING_OPERATORS or named
 
 
 def _written_by_schema(node: Node, overload: torch._ops.OpOverload) -> list[Node]:
@@ -133,21 +137,20 @@ def _returns_alias(overload: torch._ops.OpOverload) -> bool:
 
 
 @cache
-def _signature(function: Callable[..., Any]) -> tuple[str, ...]:
+def _position(function: Callable[..., Any], name: str) -> int | None:
+    """Where a Python function takes the argument `name`; None where it takes none, or does not say."""
     try:
-        return tuple(inspect.signature(function).parameters)
+        return list(inspect.signature(function).parameters).index(name)
     except (TypeError, ValueError):
-        return ()
+        return None
 
 
 def _argument(node: Node, name: str) -> Any:
     """The argument `name` of a call of a Python function, however it was given."""
     if name in node.kwargs:
         return node.kwargs[name]
-    if not callable(node.target):
-        return None
-    names = _signature(node.target)
-    return node.args[names.index(name)] if name in names and names.index(name) < len(node.args) else None
+    position = _position(node.target, name) if callable(node.target) else None
+    return node.args[position] if position is not None and position < len(node.args) else None
 
 
 def _nodes(values: tuple[Any, ...] | Any) -> list[Node]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from regraft.core.vocabulary import Call, Operation, location, read
+from regraft.core.vocabulary import Call, Operation, location, operation_of, read
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,9 +79,7 @@ class Calls(Pattern):
         self.modules = modules
 
     def candidates(self, owner: GraphModule) -> Iterator[tuple[Node, ...]]:
-        for node in list(owner.graph.nodes):
-            if self._wants(read(node, owner)):
-                yield (node,)
+        yield from ((node,) for node in owner.graph.nodes if operation_of(node, owner) in self.operations)
 
     def match(self, owner: GraphModule, nodes: tuple[Node, ...]) -> Match | None:
         match = super().match(owner, nodes)
@@ -108,7 +106,7 @@ class Siblings(Pattern):
     def candidates(self, owner: GraphModule) -> Iterator[tuple[Node, ...]]:
         groups: dict[Hashable, list[Node]] = {}
         for node in owner.graph.nodes:
-            call = read(node, owner)
-            if call is not None and call.operation is self.operation and isinstance(call["input"], Node):
+            call = read(node, owner) if operation_of(node, owner) is self.operation else None
+            if call is not None and isinstance(call["input"], Node):
                 groups.setdefault((call.input, self.by and self.by(call)), []).append(node)
         yield from (tuple(nodes) for nodes in groups.values() if len(nodes) > 1)

@@ -18,7 +18,7 @@ def plain_module(where: str, module: nn.Module) -> str | None:
     """None for a module that only computes what its class says; else what it does besides."""
     if any(getattr(module, hooks, None) for hooks in _HOOKS):
         return f"{where} has hooks, which would be lost; remove them, or wrap the module instead"
-    if parametrize.is_parametrized(module):
+    if "parametrizations" in module._modules and parametrize.is_parametrized(module):
         return f"{where} is parametrized; call torch.nn.utils.parametrize.remove_parametrizations first"
     if "forward" in module.__dict__:
         return f"{where} has a forward of its own, set on the instance"

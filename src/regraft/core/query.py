@@ -6,30 +6,23 @@ the fact and the cure; a rule hands the answers to `require`. No rule answers a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from regraft.core.errors import Refused
 from regraft.core.flow import Flow
+from regraft.core.index import Index
 from regraft.core.mutation import Mutations, may_alias
 from regraft.core.plainness import dtype_name, plain_module, plain_tensor
 from regraft.core.strides import strided_reader
 from regraft.core.values import made_of_sizes, target_name, value_of
-from regraft.core.vocabulary import Call, Weight, attribute
+from regraft.core.vocabulary import Call, Weight
 
 Answer = str | None
 """None where a condition holds, else the sentence that says what does not."""
-
-_STRIDE_FUNCTIONS = {
-    torch.as_strided,
-    torch.ops.aten.view.default,
-    torch.ops.aten.as_strided.default,
-    torch.view_as_complex,
-}
 
 
 def require(*answers: Answer) -> None:
@@ -51,7 +44,7 @@ def that(condition: bool, sentence: str) -> Answer:
     return None if condition else sentence
 
 
-class Facts(Flow):
+class Facts(Index, Flow):
     """What is known of a graph module, its nested graph modules included.
 
     Args:
@@ -59,77 +52,27 @@ class Facts(Flow):
     """
 
     def __init__(self, root: GraphModule) -> None:
-        super().__init__()
-        self.root = root
-        self.graphs = _graphs(root)
-        self._paths: dict[int, list[str]] = {}
-        self._readers: dict[int, set[Node]] = {}
-        self._reads: dict[Node, list[int]] = {}
-        self._names: dict[int, list[str]] = {}
+        Index.__init__(self, root)
+        Flow.__init__(self)
         self._mutations = {path: Mutations(owner) for path, owner in self.graphs.items()}
         self._path_of = {id(owner.graph): path for path, owner in self.graphs.items()}
-        for name, module in root.named_modules(remove_duplicate=False):
-            self._register(name, module)
-        for owner in self.graphs.values():
-            for node in owner.graph.nodes:
-                self.note(node, owner)
-
-    # What changes while rules edit: the editor keeps these up to date.
-
-    def note(self, node: Node, owner: GraphModule) -> None:
-        """`node` reads a module with its weights, or one weight."""
-        if node.op in ("call_module", "get_attr"):
-            value = attribute(owner, str(node.target))
-            whole = isinstance(value, nn.Module) and not isinstance(value, GraphModule)  # its own nodes read its parts
-            parts = (*value.parameters(), *value.buffers()) if whole else ()
-            self._reads[node] = [id(part) for part in (value, *parts)]
-            for part in self._reads[node]:
-                self._readers.setdefault(part, set()).add(node)
-
-    def forget(self, node: Node) -> None:
-        """`node` no longer reads what it read."""
-        for part in self._reads.pop(node, ()):
-            self._readers[part].discard(node)
-
-    def add(self, name: str, value: Any) -> None:
-        """The module or tensor `value` now stands under the qualified `name`."""
-        if isinstance(value, nn.Module):
-            for prefix, module in value.named_modules(prefix=name, remove_duplicate=False):
-                self._register(prefix, module)
-        elif value is not None:
-            self._names.setdefault(id(value), []).append(name)
-
-    def remove(self, name: str, value: Any) -> None:
-        """The module or tensor `value` no longer stands under `name`."""
-        if isinstance(value, nn.Module):
-            for prefix, module in value.named_modules(prefix=name, remove_duplicate=False):
-                _drop(self._paths, module, prefix)
-                for key, tensor in _tensors(module):
-                    _drop(self._names, tensor, f"{prefix}.{key}")
-        elif value is not None:
-            _drop(self._names, value, name)
 
     def follow(self, node: Node, value: Node) -> None:
         """See `Mutations.follow`."""
-        self._mutations[self._path_of[id(node.graph)]].follow(node, value)
-
-    def _register(self, name: str, module: nn.Module) -> None:
-        self._paths.setdefault(id(module), []).append(name)
-        for key, tensor in _tensors(module):
-            self._names.setdefault(id(tensor), []).append(f"{name}.{key}" if name else key)
+        self.mutations(node).follow(node, value)
 
     # The questions.
 
     def called_once(self, call: Call) -> Answer:
         """The module is called in one place."""
-        readers = self._readers.get(id(call.module), set()) if call.module is not None else set()
+        readers = self.readers_of(call.module) if call.module is not None else ()
         if len(readers) > 1:
             return f"{call.where} is called {len(readers)} times, and a rewrite of one call would change the others"
         return None
 
     def one_name(self, call: Call) -> Answer:
         """The module is registered under one name."""
-        paths = self._paths.get(id(call.module), []) if call.module is not None else []
+        paths = self.names_of(call.module) if call.module is not None else ()
         if len(paths) > 1:
             return f"{call.where} is registered under several names ({', '.join(paths)}); give each its own copy"
         return None
@@ -145,10 +88,10 @@ class Facts(Flow):
         return None
 
     def _untied(self, call: Call, tensor: Tensor, reader: Node | None) -> Answer:
-        names = self._names.get(id(tensor), [])
+        names = self.names_of(tensor)
         if len(names) > 1:
             return f"{names[0]} is tied to {' and '.join(names[1:])}; untie them, or leave {call.where} as it is"
-        readers = self._readers.get(id(tensor), set()) - {reader, call.node}
+        readers = self.readers_of(tensor) - {reader, call.node}
         if readers:
             return f"{names[0] if names else call.where} is also read by node {min(r.name for r in readers)!r}"
         if reader is not None and len(reader.users) > 1:
@@ -157,7 +100,7 @@ class Facts(Flow):
 
     def read_once(self, weight: Weight) -> Answer:
         """The weight is read by one node alone, once, and tied to nothing."""
-        names, readers = self._names.get(id(weight.tensor), []), self._readers.get(id(weight.tensor), set())
+        names, readers = self.names_of(weight.tensor), self.readers_of(weight.tensor)
         others = [reader.name for reader in readers if reader is not weight.node]
         if len(names) > 1 or others or (weight.node is not None and len(weight.node.users) > 1):
             return f"{weight.name} is tied, or read elsewhere, and is trained: it must stay one parameter"
@@ -271,29 +214,3 @@ class Facts(Flow):
     def mutations(self, node: Node) -> Mutations:
         """The writes in the graph of `node`."""
         return self._mutations[self._path_of[id(node.graph)]]
-
-    def read_by(self, value: Any) -> list[Node]:
-        """The nodes that read this module or tensor."""
-        return list(self._readers.get(id(value), ()))
-
-    def unread(self, value: Any) -> bool:
-        """No node reads this module or tensor."""
-        return not self._readers.get(id(value))
-
-
-def _graphs(root: GraphModule) -> dict[str, GraphModule]:
-    """Every graph module in `root`, itself included, under its path."""
-    return {name: module for name, module in root.named_modules() if isinstance(module, GraphModule)}
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for table in (module._parameters, module._buffers):
-        for name, tensor in table.items():
-            if tensor is not None:
-                yield name, tensor
-
-
-def _drop(index: dict[int, list[str]], value: Any, name: str) -> None:
-    names = index.get(id(value), [])
-    if name in names:
-        names.remove(name)

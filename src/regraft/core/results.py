@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
 
 from regraft.core.journal import SiteRecord, Step
+from regraft.core.modules import graph_modules
 from regraft.core.states import Key, NodeState, Ref
 
 _SHOWN_READERS = 4  # of one value; a value that a hundred nodes read is drawn with four of them
@@ -75,11 +76,10 @@ class Drawer:
         self._live: dict[Key, NodeState] = {}
         for site in sorted((site for step in steps for site in step.applied), key=lambda site: site.id):
             self._learn(site)
-        for path, owner in gm.named_modules():
-            if isinstance(owner, GraphModule):
-                for node in owner.graph.nodes:
-                    self._live[path, node.name] = NodeState.of(node)
-                    self._know(path, node.name, self._live[path, node.name])
+        for path, owner in graph_modules(gm).items():
+            for node in owner.graph.nodes:
+                self._live[path, node.name] = NodeState.of(node)
+                self._know(path, node.name, self._live[path, node.name])
 
     def draw(self, site: SiteRecord) -> Drawing | None:
         """One site; None where no node was touched.

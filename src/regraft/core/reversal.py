@@ -11,7 +11,8 @@ from typing import Any, cast
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from regraft.core.fx_private import release_name
+from regraft.core.fx_private import release_name, rewrite_node
+from regraft.core.modules import module_at
 from regraft.core.order import placed
 from regraft.core.states import (
     MARKS,
@@ -21,9 +22,7 @@ from regraft.core.states import (
     NodeState,
     Ref,
     Slot,
-    module_at,
     refs,
-    rewrite_node,
     same,
     write_slot,
 )

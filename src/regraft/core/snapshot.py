@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from regraft.core.carry import digest
 from regraft.core.journal import Journal, Written
+from regraft.core.modules import graph_modules, module_at, walk
 from regraft.core.reversal import Reversal
-from regraft.core.states import TABLES, Changes, Key, NodeState, Slot, module_at
+from regraft.core.states import TABLES, Changes, Key, NodeState, Slot
 from regraft.core.weights import same_bits
 
 
@@ -85,7 +86,7 @@ class Snapshot:
         Reversal(self.gm, self.changes(), self._journal.orders, None).apply()
         self.restore_weights()
         self.gm.meta[Journal.KEY] = self._journal
-        for path, owner in _owners(self.gm):
+        for path, owner in graph_modules(self.gm).items():
             for node in owner.graph.nodes:
                 node.meta = dict(self._nodes[path, node.name].meta)
         self._codes.restore()
@@ -99,7 +100,7 @@ class Codes:
     """
 
     def __init__(self, gm: GraphModule) -> None:
-        self._codes = [(owner, owner._code, type(owner).forward) for _, owner in _owners(gm)]
+        self._codes = [(owner, owner._code, type(owner).forward) for owner in graph_modules(gm).values()]
 
     def restore(self) -> None:
         """Put back the code where it has been compiled again; the graph is what it was made from."""
@@ -155,21 +156,18 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _owners(gm: GraphModule) -> Iterator[tuple[str, GraphModule]]:
-    return ((path, owner) for path, owner in gm.named_modules() if isinstance(owner, GraphModule))
-
-
 def _nodes(gm: GraphModule) -> dict[Key, NodeState]:
-    return {(path, node.name): NodeState.of(node) for path, owner in _owners(gm) for node in owner.graph.nodes}
+    owners = graph_modules(gm).items()
+    return {(path, node.name): NodeState.of(node) for path, owner in owners for node in owner.graph.nodes}
 
 
 def _tables(gm: GraphModule) -> list[Key]:
-    return [(path, kind) for path, _ in gm.named_modules() for kind in TABLES]
+    return [(path, kind) for path, _ in walk(gm, once=True) for kind in TABLES]
 
 
 def _slots(gm: GraphModule) -> dict[Key, Slot]:
     found: dict[Key, Slot] = {}
-    for path, module in gm.named_modules():
+    for path, module in walk(gm, once=True):
         for kind in TABLES:
             for name, value in module.__dict__[kind].items():
                 persistent = name not in module._non_persistent_buffers_set

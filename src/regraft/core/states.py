@@ -13,6 +13,7 @@ from torch.fx.node import map_aggregate, map_arg
 
 from regraft.core.fx_private import is_erased
 from regraft.core.graph_record import kept, plain, resolved
+from regraft.core.modules import module_at
 from regraft.core.portable import PortableCallable
 
 MARKS = "regraft.marks"
@@ -145,25 +146,6 @@ class Changes:
         return result
 
 
-def module_at(root: nn.Module, path: str) -> nn.Module:
-    """`root.get_submodule(path)`, straight through the tables: it is asked for at every edit.
-
-    Raises:
-        AttributeError: if there is no such module.
-    """
-    module: nn.Module | None = root
-    for part in path.split(".") if path else ():
-        module = module.__dict__["_modules"].get(part) if module is not None else None
-    if module is None:
-        raise AttributeError(f"there is no module {path!r}")
-    return module
-
-
-def is_layer(module: object) -> bool:
-    """Whether it is a layer, which the caller's model holds too; graph modules and bare containers are our own."""
-    return type(module) is not nn.Module and not isinstance(module, GraphModule)
-
-
 class Recorder:
     """Notes the state of whatever is about to be touched; knows what has changed since, and can put it back."""
 
@@ -206,15 +188,6 @@ class Recorder:
             if not (slot is now is None or (slot is not None and slot.same(now) and slot.kind != "_buffers")):
                 result.slots[path, name] = (slot, now)
         return result
-
-
-def rewrite_node(node: Node, op: str, target: Any, args: Any, kwargs: Any) -> None:
-    """Make `node` compute something else. What stays is not set again: fx keeps an index, and each setting costs."""
-    if (node.op, node.target) != (op, target):
-        node.op, node.target = op, target
-    node.args = args
-    if kwargs or node.kwargs:
-        node.kwargs = kwargs
 
 
 def write_slot(parent: nn.Module, name: str, slot: Slot | None) -> None:

@@ -14,6 +14,7 @@ from regraft.core.arithmetic import node_arithmetic
 from regraft.core.graph_module import adopt
 from regraft.core.history import lint_and_recompile, undo_steps, withdraw
 from regraft.core.journal import Journal, Refusal, SiteRecord, Step
+from regraft.core.modules import graph_modules
 from regraft.core.report import Report
 from regraft.core.signature import arguments_of, signature_of
 from regraft.core.snapshot import Snapshot
@@ -80,7 +81,7 @@ class Transformation(ABC):
     def get_transformed_nodes(self, graph_module: GraphModule) -> list[Node]:
         """The nodes marked by this transformation, in order, those of nested graph modules included."""
         signature = self.signature
-        owners = [module for module in graph_module.modules() if isinstance(module, GraphModule)]
+        owners = graph_modules(graph_module).values()
         return [node for owner in owners for node in owner.graph.nodes if signature in node.meta.get(MARKS, ())]
 
     def explain(self, graph_module: GraphModule) -> Report:

@@ -126,6 +126,7 @@ __all__ = [
     "Weight",
     "attribute",
     "location",
+    "operation_of",
     "read",
 ]
 
@@ -187,14 +188,18 @@ class Call:
         return isinstance(self[name], Node) and self.weight(name) is None
 
 
+_TABLES = ("_modules", "_parameters", "_buffers")
+_NO_TABLES: dict[str, Any] = {}
+
+
 def attribute(owner: nn.Module, target: str) -> Any:
     """The object at a dotted path below `owner`, or None."""
     value: Any = owner
     for part in target.split("."):
-        for table in ("_modules", "_parameters", "_buffers"):  # torch's own way there is several times slower
-            entries: dict[str, Any] = value.__dict__.get(table, {}) if isinstance(value, nn.Module) else {}
-            if part in entries:
-                value = entries[part]
+        tables: dict[str, Any] = value.__dict__ if isinstance(value, nn.Module) else _NO_TABLES
+        for table in _TABLES:  # torch's own way there is several times slower
+            if table in tables and part in tables[table]:
+                value = tables[table][part]
                 break
         else:
             value = getattr(value, part, None)
@@ -217,6 +222,15 @@ OPERATIONS: tuple[Operation, ...] = tuple(value for value in list(globals().valu
 _FUNCTIONS: dict[Any, Operation] = {f: operation for operation in OPERATIONS for f in operation.functions}
 _METHODS: dict[str, Operation] = {m: operation for operation in OPERATIONS for m in operation.methods}
 _MODULES: dict[type[nn.Module], Operation] = {m: operation for operation in OPERATIONS for m in operation.modules}
+
+
+def operation_of(node: Node, owner: GraphModule) -> Operation | None:
+    """The operation as which `read` would read `node`, if it is not miswritten."""
+    if node.op == "call_module":
+        return _MODULES.get(type(attribute(owner, str(node.target))))
+    if node.op == "call_function":
+        return _FUNCTIONS.get(node.target)
+    return _METHODS.get(str(node.target)) if node.op == "call_method" else None
 
 
 def read(node: Any, owner: GraphModule) -> Call | None:
@@ -261,5 +275,20 @@ def _read_module(node: Node, owner: GraphModule) -> Call | None:
     inputs = (*node.args, *node.kwargs.values())
     if operation is None or len(inputs) != 1 or not isinstance(inputs[0], Node):
         return None
-    arguments = {name: getattr(module, name) for name in operation.names[1:] if hasattr(module, name)}
-    return Call(node, operation, {"input": inputs[0], **arguments}, owner, str(node.target), module)
+    arguments = {"input": inputs[0]}
+    for name in operation.names[1:]:
+        if (value := _setting(module, name)) is not _ABSENT:
+            arguments[name] = value
+    return Call(node, operation, arguments, owner, str(node.target), module)
+
+
+_ABSENT: Any = object()
+
+
+def _setting(module: nn.Module, name: str) -> Any:
+    """`getattr` of a module of exactly one of torch's own types, where settings and weights are in its tables."""
+    tables = module.__dict__
+    for table in (tables, tables["_parameters"], tables["_buffers"]):
+        if name in table:
+            return table[name]
+    return getattr(module, name, _ABSENT)

@@ -63,7 +63,7 @@ class ReplaceActivation(Rewrite):
         if isinstance(replacement, (type, nn.Module)):
             new = replacement() if isinstance(replacement, type) else copy.deepcopy(replacement)
             new.train(module.training if module is not None else match.owner.training)
-            own = module is not None and facts.read_by(module) == [node]
+            own = module is not None and facts.readers_of(module) == {node}
             place = str(node.target) if own else edit.free_name(f"{node.name}_{name.lower()}")
             edit.put_module(place, new, {})
             edit.replace_with_module(node, place, value)
