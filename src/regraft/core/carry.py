@@ -36,12 +36,12 @@ def carry_back(gm: GraphModule, sites: Sequence[SiteRecord]) -> dict[str, Tensor
             derived = carried.pop(record.target, None)
             replaced = derived is None and record.target in later
             if derived is None:
-                derived = later.get(record.target, attribute(gm, record.target))
+                derived = later[record.target] if replaced else attribute(gm, record.target)
             if not isinstance(derived, Tensor):
                 raise ReversalConflict(f"{record.target}, which {site.where} made, is gone")
-            sources = [held.get(name, attribute(gm, name)) for name in record.sources]
-            carried |= _originals(site, record, derived, sources, untouched=replaced)
-        later |= held
+            sources = [held[name] if name in held else attribute(gm, name) for name in record.sources]
+            carried.update(_originals(site, record, derived, sources, untouched=replaced))
+        later.update(held)
     return carried
 
 
@@ -87,13 +87,15 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def with_values(changes: Changes, carried: dict[str, Tensor]) -> Changes:
-    """The changes with the carried values in the modules and slots that come back; the caller's own are not written."""
+def with_values(changes: Changes, carried: dict[str, Tensor]) -> dict[Key, tuple[Slot | None, Slot | None]]:
+    """The slots with the carried values in the modules and tensors that come back; the caller's own are not written."""
     by_owner: dict[str, dict[str, Tensor]] = {}
     for name, value in carried.items():
         owner, _, leaf = name.rpartition(".")
         by_owner.setdefault(owner, {})[leaf] = value
     slots = dict(changes.slots)
+    if not carried:
+        return slots
     for (path, name), (old, new) in changes.slots.items():
         label = f"{path}.{name}" if path else name
         if old is not None and label in carried:
@@ -104,7 +106,7 @@ def with_values(changes: Changes, carried: dict[str, Tensor]) -> Changes:
                 table: dict[str, Any] = module._parameters if leaf in module._parameters else module._buffers
                 table[leaf] = _like(table[leaf], value)
             slots[path, name] = (Slot(old.kind, module, old.persistent), new)
-    return Changes(changes.nodes, slots, changes.anchors)
+    return slots
 
 
 def changed_settings(gm: GraphModule, sites: Sequence[SiteRecord]) -> dict[str, bool]:
@@ -147,7 +149,7 @@ def tensors_of(values: dict[str, Any]) -> dict[str, Tensor]:
             found[name] = value
         elif isinstance(value, nn.Module):
             for table in (value._parameters, value._buffers):
-                found |= {f"{name}.{leaf}": tensor for leaf, tensor in table.items() if tensor is not None}
+                found.update((f"{name}.{leaf}", tensor) for leaf, tensor in table.items() if tensor is not None)
     return found
 
 

@@ -127,8 +127,7 @@ class Edit:
         module = clone_module(like)
         for key, derived in weights.items():
             module._parameters[key] = self._derive(f"{name}.{key}", derived) if derived is not None else None
-        for key, value in attributes.items():
-            setattr(module, key, value)
+        module.__dict__.update(attributes)
         self._write(name, Slot("_modules", module))
 
     def put_sharing(self, name: str, module: nn.Module) -> None:

@@ -88,6 +88,11 @@ def rewrite_node(node: Node, op: str, target: Any, args: tuple[Any, ...], kwargs
     node._update_args_kwargs(args, kwargs)
 
 
+def set_meta(node: Node, meta: dict[str, Any]) -> None:
+    """`node.meta = meta`, without a search of the graph's index of nodes, which does not go by it."""
+    object.__setattr__(node, "meta", meta)
+
+
 def is_erased(node: Node) -> bool:
     """Whether a node has been taken out of its graph."""
     return bool(node._erased)

@@ -97,11 +97,10 @@ def withdraw(gm: GraphModule, steps: Sequence[Step]) -> None:
 def undo_sites(gm: GraphModule, pairs: Sequence[_Pair], compile_code: bool = True) -> None:
     """Take sites back, all or none."""
     journal = Journal.of(gm)
-    journal.settle(gm)
     pairs = sorted(pairs, key=lambda pair: pair[1].id)
     sites = [site for _, site in pairs]
     settings = changed_settings(gm, sites)
-    before = Snapshot(gm)
+    before = Snapshot(gm, Changes.net(site.changes for site in sites))
     stand_ins: dict[int, tuple[Any, Any]] = {}
     try:
         for group in _groups(journal, pairs):
@@ -130,13 +129,12 @@ def _take_back(
 
     What carried values are put into is another object than the journal's: `stand_ins` tells the older sites.
     """
-    sites = [site.standing_in(stand_ins) for _, site in group]
+    sites = [site.standing_in(stand_ins) if stand_ins else site for _, site in group]
     held = Changes.net(site.changes for site in sites)
-    signatures = {step.signature for step, _ in group}
-    Reversal(gm, held, journal.orders, signatures)  # conflicts come before questions of weights
-    changes = with_values(held, carry_back(gm, sites))
-    Reversal(gm, changes, journal.orders, signatures).apply()
-    for key, (slot, _) in changes.slots.items():
+    reversal = Reversal(gm, held, journal.orders, {step.signature for step, _ in group})
+    reversal.slots = with_values(held, carry_back(gm, sites))  # after the conflicts of the graph
+    reversal.apply()
+    for key, (slot, _) in reversal.slots.items():
         was = held.slots[key][0]
         if was is not None and slot is not None and slot.value is not was.value:
             stand_ins[id(was.value)] = was.value, slot.value
@@ -159,8 +157,9 @@ def with_original_slots(gm: GraphModule, carry: bool) -> GraphModule:
     sites = [site for _, site in pairs]
     slots = Changes(slots=Changes.net(site.changes for site in sites).slots)
     try:
-        Reversal(original, slots, journal.orders, set())  # conflicts come before questions of weights
-        Reversal(original, with_values(slots, carry_back(gm, sites) if carry else {}), journal.orders, set()).apply()
+        reversal = Reversal(original, slots, journal.orders, set())
+        reversal.slots = with_values(slots, carry_back(gm, sites) if carry else {})  # after the conflicts of the graph
+        reversal.apply()
     except Conflict as error:
         raise _conflict(journal, pairs, error) from error
     return original

@@ -46,7 +46,19 @@ def walk(module: nn.Module, path: str = "", once: bool = False) -> Iterator[tupl
 
 def graph_modules(root: nn.Module) -> dict[str, GraphModule]:
     """Every graph module in `root`, itself included, under the first of its paths."""
-    return {path: module for path, module in walk(root, once=True) if isinstance(module, GraphModule)}
+    found: dict[str, GraphModule] = {}
+    seen: set[int] = set()
+
+    def visit(path: str, module: nn.Module) -> None:
+        seen.add(id(module))
+        if isinstance(module, GraphModule):
+            found[path] = module
+        for name, child in module._modules.items():
+            if child is not None and (child._modules or isinstance(child, GraphModule)) and id(child) not in seen:
+                visit(f"{path}.{name}" if path else name, child)
+
+    visit("", root)
+    return found
 
 
 def is_layer(module: object) -> bool:

@@ -91,11 +91,10 @@ def _written_by_schema(node: Node, overload: torch._ops.OpOverload) -> list[Node
 def _module_writes(module: Any) -> bool:
     if isinstance(module, GraphModule):
         return any(writes(node, module) for node in module.graph.nodes)
-    if getattr(module, "inplace", False) is True:
-        return True
-    if getattr(module, "regraft_pure", False) is True:  # one of regraft's own, which says so itself
-        return False
-    return not type(module).__module__.startswith(("torch.nn.modules", "torch.ao.nn", "torch.nn.utils"))
+    if type(module).__module__.startswith(("torch.nn.modules", "torch.ao.nn", "torch.nn.utils")):
+        return module.__dict__.get("inplace") is True  # looking for what is not there is slow in a module
+    pure = getattr(module, "regraft_pure", False) is True  # one of regraft's own, which says so itself
+    return not pure or getattr(module, "inplace", False) is True
 
 
 def may_alias(node: Node, owner: GraphModule) -> bool:

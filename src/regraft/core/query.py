@@ -25,6 +25,9 @@ Answer = str | None
 """None where a condition holds, else the sentence that says what does not."""
 
 
+_WEIGHTS = ("weight", "bias", "running_mean", "running_var")
+
+
 def require(*answers: Answer) -> None:
     """Refuse the site unless every answer is None.
 
@@ -81,7 +84,7 @@ class Facts(Index, Flow):
         """The module is called once and has one name; its weights are read by it alone and tied to nothing."""
         if answer := self.called_once(call) or self.one_name(call):
             return answer
-        for name in ("weight", "bias", "running_mean", "running_var"):
+        for name in _WEIGHTS:
             weight = call.weight(name)
             if weight is not None and (answer := self._untied(call, weight.tensor, weight.node)):
                 return answer
@@ -111,14 +114,16 @@ class Facts(Index, Flow):
         module = call.module
         if module is not None and (answer := plain_module(call.where, module)):
             return answer
-        for name in ("weight", "bias", "running_mean", "running_var"):
-            if call.computed(name):
-                return f"the {name} of {call.where} is computed by the graph, not a parameter or a buffer"
+        for name in _WEIGHTS:
             weight = call.weight(name)
-            if weight is not None and (answer := plain_tensor(weight.name, weight.tensor)):
+            if weight is None:
+                if call.computed(name):
+                    return f"the {name} of {call.where} is computed by the graph, not a parameter or a buffer"
+                continue
+            if answer := plain_tensor(weight.name, weight.tensor):
                 return answer
-            if weight is not None and weight.node is not None and (w := self.mutations(weight.node).of(weight.node)):
-                return f"{weight.name} is written in the graph by node {w[0].name!r}"
+            if weight.node is not None and (written := self.mutations(weight.node).of(weight.node)):
+                return f"{weight.name} is written in the graph by node {written[0].name!r}"
         return None
 
     def agree(self, tensors: Sequence[tuple[str, Tensor]]) -> Answer:

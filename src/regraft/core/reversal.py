@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from regraft.core.fx_private import release_name, rewrite_node
+from regraft.core.fx_private import release_name, rewrite_node, set_meta
 from regraft.core.modules import module_at
 from regraft.core.order import placed
 from regraft.core.states import (
@@ -95,9 +95,11 @@ class Reversal:
         parent = module_at(self.root, path)
         for kind in TABLES:
             table = parent.__dict__[kind]
-            known = self.orders.get((path, kind), [])
+            known = self.orders.get((path, kind))
+            if known is None:
+                continue
             ordered = [name for name in known if name in table]
-            items = {name: table[name] for name in (*ordered, *(n for n in table if n not in set(known)))}
+            items = {**{name: table[name] for name in ordered}, **table}
             table.clear()
             table.update(items)
 
@@ -135,7 +137,10 @@ class _GraphReversal:
             return
         if (now.op, now.target) != (after.op, after.target) and (before.op, before.target) != (after.op, after.target):
             raise Conflict(key, f"node {name!r} now computes something else")
-        arguments = merge(key, (before.args, before.kwargs), (after.args, after.kwargs), (now.args, now.kwargs))
+        kwargs = before.kwargs
+        if kwargs or after.kwargs or now.kwargs:
+            kwargs = merge(key, kwargs, after.kwargs, now.kwargs)
+        arguments = merge(key, before.args, after.args, now.args), kwargs
         self.rewrite[name] = (before, after, arguments)
 
     def _check(self) -> None:
@@ -183,18 +188,20 @@ class _GraphReversal:
         if node.type is not before.type:
             node.type = before.type
         if signatures is None:
-            node.meta = dict(before.meta)
+            set_meta(node, dict(before.meta))
             return
         had = before.meta.get(MARKS, frozenset())  # an earlier application of the same transformation may stand
         now = had if before is after else node.meta.get(MARKS, frozenset())  # one that comes back has none
         marks = frozenset(now) - (signatures - had)
         kept = {k: v for k, v in node.meta.items() if k in before.meta or k not in after.meta}
-        node.meta = {**kept, **before.meta}
+        set_meta(node, {**kept, **before.meta})
         node.meta.pop(MARKS, None)
         if marks:
             node.meta[MARKS] = marks
 
     def _decode(self, args: Any) -> Any:
+        if not args:
+            return args
         return map_aggregate(args, lambda a: self.live[cast(Any, a).name] if isinstance(cast(Any, a), Ref) else a)
 
 

@@ -28,19 +28,22 @@ class Snapshot:
 
     Args:
         gm: The graph module. Its journal's orders are brought up to date, which is what a reversal goes by.
+        only: The nodes and slots that are going to be touched, where that is known; then no other is looked at.
     """
 
-    def __init__(self, gm: GraphModule) -> None:
+    def __init__(self, gm: GraphModule, only: Changes | None = None) -> None:
         self.gm = gm
+        self._only = only
         self._journal = Journal.of(gm)
         self._journal.settle(gm)
         self._steps = list(self._journal.steps)
-        self._nodes = _nodes(gm)
-        self._slots = _slots(gm)
+        self._nodes = _nodes(gm, only)
+        self._slots = _slots(gm, only)
         self._codes = Codes(gm)
         self._writes = _CopyBeforeWrite(self._slots)
-        for path, kind in _tables(gm):
-            self._journal.orders.setdefault((path, kind), list(module_at(gm, path).__dict__[kind]))
+        for (path, _), slot in self._slots.items():
+            if slot.kind in TABLES and (path, slot.kind) not in self._journal.orders:
+                self._journal.orders[path, slot.kind] = list(module_at(gm, path).__dict__[slot.kind])
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -50,7 +53,7 @@ class Snapshot:
 
     def changes(self) -> Changes:
         """What differs now from what was here then."""
-        nodes, slots = _nodes(self.gm), _slots(self.gm)
+        nodes, slots = _nodes(self.gm, self._only), _slots(self.gm, self._only)
         result = Changes()
         for key in self._nodes.keys() | nodes.keys():
             before, after = self._nodes.get(key), nodes.get(key)
@@ -62,9 +65,7 @@ class Snapshot:
                 result.slots[key] = (old, new)
         # A slot inside a module that came or went belongs to that module.
         whole = {f"{path}.{name}".lstrip(".") for path, name in result.slots}
-        for path, name in list(result.slots):
-            if any(path == w or path.startswith(f"{w}.") for w in whole):
-                del result.slots[path, name]
+        result.slots = {key: pair for key, pair in result.slots.items() if whole.isdisjoint(_holders(key[0]))}
         return result
 
     def written(self) -> dict[Key, Written]:
@@ -88,7 +89,8 @@ class Snapshot:
         self.gm.meta[Journal.KEY] = self._journal
         for path, owner in graph_modules(self.gm).items():
             for node in owner.graph.nodes:
-                node.meta = dict(self._nodes[path, node.name].meta)
+                if (path, node.name) in self._nodes:
+                    node.meta = dict(self._nodes[path, node.name].meta)
         self._codes.restore()
 
 
@@ -156,20 +158,38 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _nodes(gm: GraphModule) -> dict[Key, NodeState]:
-    owners = graph_modules(gm).items()
-    return {(path, node.name): NodeState.of(node) for path, owner in owners for node in owner.graph.nodes}
+def _nodes(gm: GraphModule, only: Changes | None) -> dict[Key, NodeState]:
+    nodes = ((path, node) for path, owner in graph_modules(gm).items() for node in owner.graph.nodes)
+    if only is None:
+        return {(path, node.name): NodeState.of(node) for path, node in nodes}
+    return {(path, node.name): NodeState.of(node) for path, node in nodes if (path, node.name) in only.nodes}
 
 
-def _tables(gm: GraphModule) -> list[Key]:
-    return [(path, kind) for path, _ in walk(gm, once=True) for kind in TABLES]
-
-
-def _slots(gm: GraphModule) -> dict[Key, Slot]:
+def _slots(gm: GraphModule, only: Changes | None) -> dict[Key, Slot]:
     found: dict[Key, Slot] = {}
+    if only is not None:
+        for path, name in only.slots:
+            slot = _slot(gm, path, name)
+            if slot is not None:
+                found[path, name] = slot
+        return found
     for path, module in walk(gm, once=True):
         for kind in TABLES:
             for name, value in module.__dict__[kind].items():
                 persistent = name not in module._non_persistent_buffers_set
                 found[path, name] = Slot(kind, value, persistent)
     return found
+
+
+def _slot(gm: GraphModule, path: str, name: str) -> Slot | None:
+    try:
+        return Slot.of(module_at(gm, path), name)
+    except AttributeError:  # the module is gone
+        return None
+
+
+def _holders(path: str) -> Iterator[str]:
+    """A module's path and those of the modules that hold it, the root excepted."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,16 +26,22 @@ Key = tuple[str, str]
 TABLES = ("_modules", "_parameters", "_buffers")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Ref:
     """A node, by name."""
 
     name: str
 
 
-@dataclass(frozen=True, eq=False)
+@lru_cache(maxsize=1 << 16)
+def _ref(name: str) -> Any:
+    """One object for each name, so that two states that are alike are compared in no time."""
+    return Ref(name)
+
+
+@dataclass(eq=False, slots=True)  # not frozen, which would triple the time that one takes to make
 class NodeState:
-    """The whole state of one node. Immutable, and free of weights, so copies share it."""
+    """The whole state of one node. Never changed, and free of weights, so copies share it."""
 
     op: str
     target: Any
@@ -46,9 +53,8 @@ class NodeState:
     @classmethod
     def of(cls, node: Node) -> NodeState:
         """The state of `node` now."""
-        args = map_arg(node.args, lambda n: cast(Any, Ref(n.name)))
-        kwargs = map_arg(node.kwargs, lambda n: cast(Any, Ref(n.name)))
-        return cls(node.op, node.target, args, kwargs, node.type, dict(node.meta))
+        args, kwargs = map_arg(node.args, _to_ref), node.kwargs
+        return cls(node.op, node.target, args, map_arg(kwargs, _to_ref) if kwargs else kwargs, node.type, {**node.meta})
 
     def refs(self) -> set[str]:
         """The names of the nodes that it reads."""
@@ -71,15 +77,21 @@ class NodeState:
     def __getstate__(self) -> dict[str, Any]:
         target = PortableCallable(self.target) if callable(self.target) else self.target
         meta = {key: value for key, item in self.meta.items() for value in kept(item)}
-        return {**self.__dict__, "target": target, "args": plain(self.args), "kwargs": plain(self.kwargs), "meta": meta}
+        args, kwargs = plain(self.args), plain(self.kwargs)
+        return {"op": self.op, "target": target, "args": args, "kwargs": kwargs, "type": self.type, "meta": meta}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({**state, "args": resolved(state["args"], []), "kwargs": resolved(state["kwargs"], [])})
+        for name, value in state.items():
+            setattr(self, name, resolved(value, []) if name in ("args", "kwargs") else value)
 
 
-@dataclass(frozen=True, eq=False)
+def _to_ref(node: Node) -> Any:
+    return _ref(node.name)
+
+
+@dataclass(eq=False, slots=True)
 class Slot:
-    """What a module holds under one name, and in which of its tables."""
+    """What a module holds under one name, and in which of its tables. Never changed."""
 
     kind: str
     value: Any
@@ -172,9 +184,10 @@ class Recorder:
     def slot(self, path: str, name: str) -> None:
         """The slot `name` of the module at `path` is about to change."""
         parent = module_at(self.root, path)
-        self.slots.setdefault((path, name), Slot.of(parent, name))
-        for kind in TABLES:
-            self.orders.setdefault((path, kind), list(parent.__dict__[kind]))
+        slot = Slot.of(parent, name)
+        self.slots.setdefault((path, name), slot)
+        if slot is not None and slot.kind in TABLES and (path, slot.kind) not in self.orders:
+            self.orders[path, slot.kind] = list(parent.__dict__[slot.kind])
 
     def changes(self) -> Changes:
         """What differs now from what was noted."""
@@ -220,6 +233,8 @@ def same(left: Any, right: Any) -> bool:
     """Whether two encoded arguments are alike to the last bit: 1 is not 1.0, 0.0 is not -0.0, NaN is NaN."""
     if left is right:
         return True
+    if type(left) is tuple is type(right):
+        return len(left) == len(right) and all(map(same, left, right))
     if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):

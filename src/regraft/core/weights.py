@@ -57,13 +57,12 @@ class Concatenate(Derivation):
         return torch.cat(parts, self.dim)
 
     def invert(self, derived: Tensor) -> tuple[Tensor, ...] | None:
-        pieces = derived.split([part[self.dim] for part in self.parts], self.dim)
-        if any(
-            zero and not piece.is_meta and bool(piece.count_nonzero())
-            for piece, zero in zip(pieces, self.zeros, strict=True)
-        ):
-            return None
+        pieces = derived.split_with_sizes([part[self.dim] for part in self.parts], self.dim)
         kept = [piece for piece, zero in zip(pieces, self.zeros, strict=True) if not zero]
+        if len(kept) < len(pieces) and not derived.is_meta:
+            zeros = [piece for piece, zero in zip(pieces, self.zeros, strict=True) if zero]
+            if any(bool(piece.count_nonzero()) for piece in zeros):
+                return None
         return tuple(piece.reshape(shape) for piece, shape in zip(kept, self.shapes, strict=True))
 
 
@@ -117,7 +116,7 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
         left, right = torch.view_as_real(left), torch.view_as_real(right)
     if left.is_floating_point():
         integers = _INTEGERS[left.element_size()]
-        left, right = left.detach().contiguous().view(integers), right.detach().contiguous().view(integers)
+        left, right = left.detach().view(integers), right.detach().view(integers)
     return torch.equal(left, right)
 
 

@@ -95,27 +95,26 @@ class Fold(Derivation):
     def compute(self, *sources: Tensor) -> Tensor:
         given = dict(zip(self.present, sources, strict=True))
         weight, dtype = given["weight"], wider(given["weight"].dtype)
-        scale, shift = self.scale_and_shift(given)
+        scale = self.scale(given)
         if self.part == "weight":
             return scaled(weight, self._along(weight, scale))
-        bias = given["bias"].to(dtype) if "bias" in given else None
+        mean, bias = given["mean"].to(dtype), given["bias"].to(dtype) if "bias" in given else None
+        if self.behind and bias is not None:
+            return self._plus_beta((bias - mean) * scale, given).to(weight.dtype)
+        shift = self._plus_beta(-mean * scale, given)
         if self.behind:
-            return (
-                ((bias - given["mean"].to(dtype)) * scale + self._beta(given, dtype)) if bias is not None else shift
-            ).to(weight.dtype)
+            return shift.to(weight.dtype)
         moved = (weight.to(dtype) * self._along(weight, shift)).flatten(1).sum(1)
         return (moved if bias is None else moved + bias).to(weight.dtype)
 
-    def scale_and_shift(self, given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """`s` and `t`, one precision up."""
+    def scale(self, given: dict[str, Tensor]) -> Tensor:
+        """`s`, one precision up."""
         dtype = wider(given["weight"].dtype)
         scale = torch.rsqrt(given["var"].to(dtype) + self.eps)
-        if "gamma" in given:
-            scale = scale * given["gamma"].to(dtype)
-        return scale, self._beta(given, dtype) - given["mean"].to(dtype) * scale
+        return scale * given["gamma"].to(dtype) if "gamma" in given else scale
 
-    def _beta(self, given: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-        return given["beta"].to(dtype) if "beta" in given else torch.zeros_like(given["mean"], dtype=dtype)
+    def _plus_beta(self, value: Tensor, given: dict[str, Tensor]) -> Tensor:
+        return value + given["beta"].to(value.dtype) if "beta" in given else value
 
     def _along(self, weight: Tensor, values: Tensor) -> Tensor:
         return along(values, weight, self.behind, self.transposed, self.groups)
@@ -141,8 +140,8 @@ def _specification(norm: Call, layer: Call, behind: bool) -> _Specification:
 def _neighbours(match: Match, facts: Facts, pairs: tuple[tuple[Any, bool], ...]) -> Neighbours:
     """The layer before the norm if it is one of `pairs`, else the one behind it."""
     norm = match.call
-    way = list(_upstream(match, norm["input"]))
-    layer = match.producer(way[-1])
+    calls = list(_upstream(match, norm["input"]))
+    way, layer = [value for value, _ in calls], calls[-1][1]
     if layer is not None and (layer.operation, True) in pairs:
         users = [*way[-2::-1], norm.node]
         require(*(facts.only_user(value, user) for value, user in zip(reversed(way), users, strict=True)))
@@ -157,11 +156,11 @@ def _neighbours(match: Match, facts: Facts, pairs: tuple[tuple[Any, bool], ...])
     raise AssertionError
 
 
-def _upstream(match: Match, value: Any) -> Iterator[Node]:
+def _upstream(match: Match, value: Any) -> Iterator[tuple[Node, Call | None]]:
     """The values from the norm's input up to the layer: through identities, eval-mode dropout, reshaping of rows."""
     while isinstance(value, Node):
-        yield value
         call = match.producer(value)
+        yield value, call
         if call is None or not _transparent(call):
             return
         value = call["input"]
@@ -258,11 +257,12 @@ def _scale(spec: _Specification) -> Answer:
     given = {key: weight.tensor.detach() for key, weight in spec.weights.items()}
     if given["weight"].is_meta:
         return None
-    scale, _ = spec.fold.scale_and_shift(given)
+    scale = spec.fold.scale(given)
     largest = 1.0
     if given["weight"].dtype.itemsize < 4 and given["weight"].numel():
         largest = max(abs(float(bound)) for bound in torch.aminmax(given["weight"]))
-    fits = bool((scale.abs() * largest <= torch.finfo(given["weight"].dtype).max).all())
+    bounds = [float(bound) for bound in torch.aminmax(scale)] if scale.numel() else []  # NaN, where one is
+    fits = all(abs(bound) * largest <= torch.finfo(given["weight"].dtype).max for bound in bounds)
     return that(fits, f"{spec.weights['var'].name} makes a scale that is not finite in {given['weight'].dtype}")
 
 
