@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 
 import pytest
 import torch
@@ -16,6 +17,11 @@ from regraft.core import fx_private
 class Two(nn.Module):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x + y if x.shape[0] % 2 == 0 else x - y
+
+
+class Sums(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x + y) + y
 
 
 def program() -> torch.export.ExportedProgram:
@@ -35,6 +41,23 @@ def test_graph() -> None:
     assert {"_graph", "_code"} <= fx_private.DERIVED_ATTRIBUTES & set(vars(gm))
     assert type(gm).__qualname__.endswith("GraphModuleImpl")
     assert fx_private.declared_class(gm) is torch.fx.GraphModule
+
+
+def test_a_node_is_rewritten_as_by_the_public_setters() -> None:
+    gm = torch.fx.symbolic_trace(Sums())
+    x, y, first, second, _ = gm.graph.nodes
+    fx_private.rewrite_node(second, "call_function", operator.mul, (first, 2.0), {})
+    fx_private.set_meta(second, {"here": 1})
+    assert (second.op, second.target, second.args, second.kwargs) == ("call_function", operator.mul, (first, 2.0), {})
+    assert second.meta == {"here": 1}
+    assert list(y.users) == [first] and list(first.users) == [second]
+    assert gm.graph.find_nodes(op="call_function", target=operator.mul) == [second]
+    assert gm.graph.find_nodes(op="call_function", target=operator.add) == [first]
+    fx_private.rewrite_node(second, "call_method", "neg", (x,), {})
+    assert gm.graph.find_nodes(op="call_method", target="neg") == [second] and list(first.users) == []
+    gm.graph.lint()
+    gm.recompile()
+    assert gm(torch.ones(1), torch.ones(1)) == -1
 
 
 def test_code_generator() -> None:

@@ -30,7 +30,7 @@ def test_there_is_a_mutant_for_each_condition_question_and_formula() -> None:
         "alone() answers None",
         "plain_module() answers None",
         "_batch_norm.py",
-        "(bias - given['mean'].to(dtype)) * scale: Div",
+        "(bias - mean) * scale: Div",
         "torch.rsqrt(given['var'].to(dtype) + self.eps): sqrt",
     ):
         assert what in listed, what

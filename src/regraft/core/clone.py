@@ -15,7 +15,7 @@ def clone_module(module: nn.Module) -> nn.Module:
     """A new module with the same class, settings, parameters and buffers, and tables of its own."""
     clone = copy.copy(module)
     for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-        clone.__dict__[table] = copy.copy(module.__dict__[table])
+        clone.__dict__[table] = module.__dict__[table].copy()
     return clone
 
 

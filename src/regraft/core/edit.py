@@ -259,15 +259,15 @@ class Edit:
         return nn.Parameter(value, requires_grad=trainable)
 
     def _write(self, name: str, slot: Slot | None) -> None:
-        path, _, leaf = _join(self._path, name).rpartition(".")
+        full = _join(self._path, name)
+        path, _, leaf = full.rpartition(".")
         parent = module_at(self._facts.root, path)
-        self._recorder.slot(path, leaf)
-        old = Slot.of(parent, leaf)
+        old = self._recorder.slot(path, leaf, parent)
         if old is not None:
-            self._facts.remove(_join(path, leaf), old.value)
+            self._facts.remove(full, old.value)
         write_slot(parent, leaf, slot)
         if slot is not None:
-            self._facts.add(_join(path, leaf), slot.value)
+            self._facts.add(full, slot.value)
 
     def _name_of(self, call: Call) -> str | None:
         """The name under which the call's module still stands; None where something new has taken its place."""

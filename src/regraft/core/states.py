@@ -181,13 +181,13 @@ class Recorder:
         self.node(path, node)
         self.anchors[path, node.name] = node.prev.name
 
-    def slot(self, path: str, name: str) -> None:
-        """The slot `name` of the module at `path` is about to change."""
-        parent = module_at(self.root, path)
+    def slot(self, path: str, name: str, parent: nn.Module) -> Slot | None:
+        """The slot `name` of `parent`, the module at `path`, is about to change; what it is now."""
         slot = Slot.of(parent, name)
         self.slots.setdefault((path, name), slot)
         if slot is not None and slot.kind in TABLES and (path, slot.kind) not in self.orders:
             self.orders[path, slot.kind] = list(parent.__dict__[slot.kind])
+        return slot
 
     def changes(self) -> Changes:
         """What differs now from what was noted."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_BLOCK = 1 << 18  # elements: few enough for the caches, and enough for torch to divide them among threads
+_BLOCK = 1 << 17  # elements: few enough for a core's own cache, and enough for torch to divide them among threads
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -51,7 +51,7 @@ class Concatenate(Derivation):
     def compute(self, *sources: Tensor) -> Tensor:
         remaining = iter(sources)
         parts = [
-            sources[0].new_zeros(part) if zero else next(remaining).reshape(part)
+            sources[0].new_zeros(part) if zero else _shaped(next(remaining), part)
             for part, zero in zip(self.parts, self.zeros, strict=True)
         ]
         return torch.cat(parts, self.dim)
@@ -63,7 +63,7 @@ class Concatenate(Derivation):
             zeros = [piece for piece, zero in zip(pieces, self.zeros, strict=True) if zero]
             if any(bool(piece.count_nonzero()) for piece in zeros):
                 return None
-        return tuple(piece.reshape(shape) for piece, shape in zip(kept, self.shapes, strict=True))
+        return tuple(_shaped(piece, shape) for piece, shape in zip(kept, self.shapes, strict=True))
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,10 @@ class Same(Derivation):
 
     def invert(self, derived: Tensor) -> tuple[Tensor, ...] | None:
         return (derived,)
+
+
+def _shaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return tensor if tensor.shape == shape else tensor.reshape(shape)
 
 
 def wider(dtype: torch.dtype) -> torch.dtype:

@@ -258,12 +258,17 @@ def _scale(spec: _Specification) -> Answer:
     if given["weight"].is_meta:
         return None
     scale = spec.fold.scale(given)
-    largest = 1.0
-    if given["weight"].dtype.itemsize < 4 and given["weight"].numel():
-        largest = max(abs(float(bound)) for bound in torch.aminmax(given["weight"]))
-    bounds = [float(bound) for bound in torch.aminmax(scale)] if scale.numel() else []  # NaN, where one is
-    fits = all(abs(bound) * largest <= torch.finfo(given["weight"].dtype).max for bound in bounds)
+    factor, largest = _largest(scale), 1.0
+    if factor > 1 and given["weight"].dtype.itemsize < 4:  # reading all the weight takes a while
+        largest = _largest(given["weight"])
+    fits = factor * largest <= torch.finfo(given["weight"].dtype).max
     return that(fits, f"{spec.weights['var'].name} makes a scale that is not finite in {given['weight'].dtype}")
+
+
+def _largest(values: Tensor) -> float:
+    """The largest magnitude; NaN where there is one."""
+    least, most = (float(bound) for bound in torch.aminmax(values)) if values.numel() else (0.0, 0.0)
+    return most if most != most else max(-least, most)
 
 
 def _ambiguous(layer: Call) -> bool:
