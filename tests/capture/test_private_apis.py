@@ -50,11 +50,13 @@ def test_a_node_is_rewritten_as_by_the_public_setters() -> None:
     fx_private.set_meta(second, {"here": 1})
     assert (second.op, second.target, second.args, second.kwargs) == ("call_function", operator.mul, (first, 2.0), {})
     assert second.meta == {"here": 1}
-    assert list(y.users) == [first] and list(first.users) == [second]
+    assert list(y.users) == [first]
+    assert list(first.users) == [second]
     assert gm.graph.find_nodes(op="call_function", target=operator.mul) == [second]
     assert gm.graph.find_nodes(op="call_function", target=operator.add) == [first]
     fx_private.rewrite_node(second, "call_method", "neg", (x,), {})
-    assert gm.graph.find_nodes(op="call_method", target="neg") == [second] and list(first.users) == []
+    assert gm.graph.find_nodes(op="call_method", target="neg") == [second]
+    assert list(first.users) == []
     gm.graph.lint()
     gm.recompile()
     assert gm(torch.ones(1), torch.ones(1)) == -1

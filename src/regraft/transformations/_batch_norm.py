@@ -214,14 +214,9 @@ def _channels(facts: Facts, site: Neighbours, weight: Tensor) -> Answer:
     """The norm's channels are the layer's outputs, or inputs."""
     norm, layer = site.norm, site.layer
     groups = int(layer["groups"] or 1) if layer.operation is not LINEAR else 1
-    inputs, outputs = (
-        (weight.shape[0], weight.shape[1] * groups)
-        if layer.operation is TRANSPOSED_CONV
-        else (
-            weight.shape[1] * groups,
-            weight.shape[0],
-        )
-    )
+    inputs, outputs = weight.shape[1] * groups, weight.shape[0]
+    if layer.operation is TRANSPOSED_CONV:
+        inputs, outputs = weight.shape[0], weight.shape[1] * groups
     channels = int(norm["running_mean"].shape[0]) if not isinstance(norm["running_mean"], Node) else None
     channels = channels if channels is not None else _length(norm)
     if channels != (outputs if site.behind else inputs):
