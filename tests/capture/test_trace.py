@@ -407,6 +407,18 @@ def test_export_takes_keywords_in_any_order() -> None:
     assert torch.equal(program.module()(x=x, y=y), x @ y)
 
 
+def test_a_condition_that_divides_by_nothing_does_not_hold() -> None:
+    from regraft.capture.constraints import Constraints, Range
+
+    guard = ("rows % (columns - 1) == 0", "d[0, 0] % (d[0, 1] - 1) == 0")
+    ranges = {"s0": Range(1, float("inf"), (0, 0)), "s1": Range(1, float("inf"), (0, 1))}
+    constraints = Constraints(["x"], [("s0", "s1")], ranges, [guard])
+    constraints.check([torch.ones(4, 3)])
+    for shape in ((5, 3), (4, 1)):
+        with pytest.raises(TypeError, match="rows % "):
+            constraints.check([torch.ones(shape)])
+
+
 def test_a_failed_capture_says_what_it_says_in_its_error_alone(capfd: pytest.CaptureFixture[str]) -> None:
     class Decides(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

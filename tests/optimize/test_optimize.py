@@ -99,6 +99,22 @@ def test_a_graph_that_does_not_run_is_no_capture(monkeypatch) -> None:
         run(heads(), (image(),))
 
 
+def test_images_are_of_the_size_that_the_config_names() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    model = transformers.ViTModel(transformers.ViTConfig(image_size=8, patch_size=4, **sizes)).eval()
+    dropin = run(model, kwargs={"pixel_values": torch.randn(2, 3, 8, 8)}, transformations=[], **ALL).model
+    with torch.no_grad():
+        for batch in (1, 3):
+            x = torch.randn(batch, 3, 8, 8)
+            assert torch.allclose(dropin(x).last_hidden_state, model(x).last_hidden_state, atol=1e-5)
+        assert grafts_of(dropin).calls["forward"] == 2
+        x = torch.randn(2, 3, 12, 12)
+        larger = [each(x, interpolate_pos_encoding=True).last_hidden_state for each in (dropin, model)]
+        assert torch.equal(*larger)
+    assert grafts_of(dropin).calls["forward"] == 2
+
+
 def test_no_difference_does_not_pay(monkeypatch) -> None:
     times(monkeypatch, FASTER, SAME, FASTER)
     result = run(heads(), (image(),), transformations=[rg.FoldBatchNorm(), rg.MergeLinears()])

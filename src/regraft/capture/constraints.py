@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -107,8 +108,9 @@ class Constraints:
         Raises:
             NotCovered: a shape for which it does not hold; the message names the argument, the axis and the cure.
         """
-        if self.holds(tensors):
-            return
+        with contextlib.suppress(ZeroDivisionError):  # a condition that makes no sense for these sizes does not hold
+            if self.holds(tensors):
+                return
         sizes: dict[str, int] = {}
         late: list[tuple[int, int, str]] = []
         for position, (tensor, shape) in enumerate(zip(tensors, self.shapes)):
@@ -146,7 +148,7 @@ class Constraints:
                 for axis, size in enumerate(tensor.shape)
             }
             for said, holds in self._conditions:
-                if not holds(table):
+                if not _true(holds, table):
                     raise NotCovered(
                         f"the captured graph holds only where {said}; the inputs have "
                         + ", ".join(f"{name} {tuple(t.shape)}" for name, t in zip(self.names, tensors))
@@ -208,6 +210,13 @@ class Constraints:
 def given_size(tensors: Sequence[torch.Tensor], position: int, axis: int) -> int:
     """The size of one axis of one input."""
     return int(tensors[position].shape[axis])
+
+
+def _true(condition: Callable[[Any], Any], table: Any) -> bool:
+    try:
+        return bool(condition(table))
+    except ZeroDivisionError:
+        return False
 
 
 def _over(source: str, symbols: dict[str, Range]) -> str:

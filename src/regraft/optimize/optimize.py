@@ -43,7 +43,8 @@ def optimize(
         kwargs: Keyword arguments of it.
         transformations: A preset (`"exact"`, the default; `"fast"`, which may change the result by more than rounding;
             `"compile"`, for use before `torch.compile`), a transformation, or several of either.
-        dynamic_shapes: As for `trace`: by default every axis that can vary does.
+        dynamic_shapes: As for `trace`: by default every axis that can vary does, but for the sides of images where a
+            transformers model's config names them.
         verify: Compare the result with the model, and take back what is wrong.
         keep: `"measured"` keeps what pays on this machine, `"all"` keeps everything that is right.
         engine: What runs the rewritten graph: `"torch"`, `"inductor"`, `"onnxruntime"`, `"openvino"`, or `"auto"`,

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from regraft.capture import caches, lift, trace
 from regraft.capture.sample_inputs import SampleMaker
+from regraft.capture.sample_makers import VISUAL
 from regraft.capture.transformers_adapter import is_pretrained, main_inputs
 from regraft.core.errors import CaptureError
 from regraft.core.graph_module import GraphModule, adopt
@@ -150,7 +151,8 @@ def _module(
     call = reader.read(*inputs) if any(inputs) else _made(twin, reader)
     call, *_ = reader.without_empty_cache(call)
     say("capturing the model")
-    first = Graph("forward", trace(twin, (), call, dynamic_shapes=dynamic_shapes), ((), call), reference)
+    shapes = _sizes(twin, call) if dynamic_shapes == "auto" and is_pretrained(twin) else dynamic_shapes
+    first = Graph("forward", trace(twin, (), call, dynamic_shapes=shapes), ((), call), reference)
     _expect_to_run(first)
     graphs = [first]
     if is_pretrained(twin):
@@ -202,6 +204,16 @@ def _captured(
     entry = Entry(name, gm, first)
     more = tuple(((), one) for one in calls[1:] if entry.takes(one))
     return [Graph(name, gm, ((), first), reference, more)]
+
+
+def _sizes(model: nn.Module, call: Mapping[str, Any]) -> Any:
+    """Which axes vary: not the sides of images where the config names them, since to leave those open takes minutes."""
+    if not any(name in VISUAL for name in call) or not all(isinstance(value, Tensor) for value in call.values()):
+        return "auto"
+    if not SampleMaker.variants(model, list(call))[0].narrow:
+        return "auto"
+    axes = {name: range(1 if name in VISUAL else value.dim()) for name, value in call.items()}
+    return {name: dict.fromkeys(those, Dim.AUTO) for name, those in axes.items()}
 
 
 def _expect_to_run(graph: Graph) -> None:
