@@ -88,6 +88,13 @@ def _written(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
     return attend(scores, v) + q.sum()
 
 
+def _mask_written(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    mask = m.mask * 2
+    scores = products(m, q, k) + mask
+    mask.add_(1)
+    return attend(scores, v) + mask.sum()
+
+
 def _other_heads(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
     found = torch.bmm(merged(q), merged(k).transpose(1, 2)).view(H, B, L, S)
     weights = torch.softmax(found + 0 * m.mask[:1], -1).view(B * H, L, S)
@@ -97,6 +104,7 @@ def _other_heads(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "read elsewhere": (_read_elsewhere, "also used by"),
     "written": (_written, "in place"),
+    "mask written": (_mask_written, "in place"),
     "a multiple of the bias": (
         lambda m, q, k, v: attend(
             torch.baddbmm(m.bias, merged(q), merged(k).transpose(1, 2), beta=0.5).view(B, H, L, S), v

@@ -81,6 +81,14 @@ def test_a_function_beside_a_module(first: str) -> None:
     check_applied(rg.MergeConvs(), model, X[2], "trace")
 
 
+@pytest.mark.parametrize("other", [{"padding": 1, "padding_mode": "circular"}, {"padding": 1, "stride": 2}, {}])
+def test_other_geometries_are_no_candidates(other: dict[str, Any]) -> None:
+    model = two(a=nn.Conv2d(4, 3, 3, padding=1), b=nn.Conv2d(4, 3, 3, **other))
+    gm = rg.MergeConvs()(rg.trace(model, X[2]))
+    assert not rg.history(gm)[-1].applied
+    assert not rg.history(gm)[-1].refused
+
+
 def _hooked() -> nn.Module:
     conv = nn.Conv2d(4, 3, 3)
     conv.register_forward_hook(lambda module, args, result: result * 2)

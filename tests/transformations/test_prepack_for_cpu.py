@@ -319,7 +319,7 @@ CONVOLUTIONS = {
     "1d, groups": (nn.Conv1d(4, 8, 3, padding=1, groups=2), nn.Conv1d(8, 8, 5, stride=2, groups=8), (2, 4, 30)),
     "3d": (nn.Conv3d(4, 6, 3, padding=1), nn.Conv3d(6, 4, (1, 2, 3), stride=(1, 2, 1), groups=2), (2, 4, 5, 7, 6)),
     "transposed": (
-        nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1),
+        nn.ConvTranspose2d(4, 6, 3, stride=3, padding=1, output_padding=2),
         nn.ConvTranspose2d(6, 8, 2, stride=2, groups=2, dilation=3, bias=False),
         (2, 4, 5, 6),
     ),

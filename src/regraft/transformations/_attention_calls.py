@@ -113,8 +113,8 @@ def repeated(value: Any, owner: GraphModule) -> tuple[Node, int] | None:
     more: Any = after.shape[1]
     if not isinstance(heads, int) or not isinstance(more, int) or more <= heads or more % heads:
         return None
-    if call.operation is REPEAT and (call["dim"] not in (1, -3) or call["repeats"] != more // heads):
-        return None
+    if call.operation is REPEAT and call["repeats"] != more // heads:
+        return None  # a number for each head, perhaps
     alike = same_shape([before.shape[0], *before.shape[2:]], [after.shape[0], *after.shape[2:]])
     return (source, more // heads) if alike else None
 
