@@ -1,10 +1,10 @@
 """Weights and memory: how long merging and folding large layers takes, and how much memory they need at their peak.
 
-    python benchmarks/weights.py
+    OMP_NUM_THREADS=1 python benchmarks/weights.py
 
-Time is a ratio to one plain `torch.cat` of the same bytes, taken in turn; the bound aimed at is 1.3. Memory is the peak
-of the process above the model itself, in multiples of the largest group of weights that is rewritten at once; each case
-runs in a process of its own.
+Time, the process's own, is a ratio to one plain `torch.cat` of the same bytes, taken in turn; the bound aimed at is 1.3.
+Memory is the peak of the process above the model itself, in multiples of the largest group of weights that is rewritten
+at once; each case runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 
 
 def seconds(function: Callable[[], Any]) -> float:
-    """The time of one call."""
-    start = time.perf_counter()
+    """The process's own time of one call."""
+    start = time.process_time()
     function()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def ratio(name: str, dtype: torch.dtype) -> float:
