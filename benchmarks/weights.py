@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/weights.py
 
-Time, the process's own, is a ratio to one plain `torch.cat` of the same bytes, taken in turn; the bound aimed at is 1.3.
+Time, the process's own, is a ratio to one plain `torch.cat` of the same bytes, in turn; the bound aimed at is 1.3.
 Memory is the peak of the process above the model itself, in multiples of the largest group of weights that is rewritten
 at once; each case runs in a process of its own.
 """
