@@ -22,7 +22,9 @@ class Quantize(Rewrite):
     """Quantize the weights of linear layers, and with `"int8"` their inputs too, by torchao.
 
     `W x ~ s_W s_x (round(W / s_W) round(x / s_x))`, with a scale for each row of the weight and of the input: products
-    of eight-bit numbers. The result is off by about a hundredth, so `optimize` does this only where it is asked to.
+    of eight-bit numbers. The result is off by about a hundredth, so `optimize` does this only where it is asked to. It
+    pays in large layers with many rows; in small ones what torchao does in Python at each call takes longer than the
+    product: measure, as `optimize(model, args, transformations=[Quantize()])` does.
 
     The quantized copy is made at the first call, and again when the weight has changed. The weight itself stays the
     parameter: saving, loading, copying and moving are as before, and memory is not saved but taken, a quarter of the
