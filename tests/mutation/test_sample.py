@@ -26,7 +26,7 @@ def test_there_is_a_mutant_for_each_condition_question_and_formula() -> None:
     listed = mutants("--list").stdout
     for what in (
         "merge_linears.py",
-        "without require(facts.distinct(calls))",
+        "without require(facts.alone(call))",
         "alone() answers None",
         "plain_module() answers None",
         "_batch_norm.py",

@@ -23,6 +23,7 @@ class Operation:
         functions: The callables that take those arguments in that order.
         methods: The `Tensor` methods whose `self` is the first argument.
         modules: The exact `torch.nn` types that compute it; their attributes are the other arguments.
+        relatives: Other types that a user takes for it, and that a rule refuses with a sentence, as it does subclasses.
         defaults: What an argument is where a call leaves it out.
         orders: The argument names of those functions that take them in another order.
     """
@@ -34,6 +35,7 @@ class Operation:
     modules: tuple[type[nn.Module], ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     orders: Mapping[Callable[..., Any], str] = field(default_factory=dict)
+    relatives: tuple[type[nn.Module], ...] = ()
 
     @cached_property
     def names(self) -> tuple[str, ...]:

@@ -96,6 +96,7 @@ BATCH_NORM = Operation(
     (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
     {"training": False, "momentum": 0.1, "eps": 1e-5},
     dict.fromkeys((torch.batch_norm, *_overloads("batch_norm.default")), _ATEN_BATCH_NORM),
+    (nn.SyncBatchNorm, nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d),
 )
 IDENTITY = Operation("identity", "input", (), (), (nn.Identity,))
 DROPOUT = Operation(

@@ -7,25 +7,29 @@ rule's `require` to say, so that what is not rewritten has a reason.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from regraft.core.vocabulary import Call, Operation, location, operation_of, read
+from regraft.core.plainness import unlike
+from regraft.core.vocabulary import Call, Operation, location, operation_of, read, relative
 
 
 @dataclass(frozen=True, eq=False)
 class Match:
     """A candidate site: the calls that the pattern found, in the order of the graph.
 
-    `nodes` are the nodes of a site that need not be calls of known operations.
+    `nodes` are the nodes of a site that need not be calls of known operations. `reason` is the sentence of a near miss:
+    the engine refuses it with that, and does not ask the rule.
     """
 
     owner: GraphModule
     calls: tuple[Call, ...]
     nodes: tuple[Node, ...] = ()
+    reason: str | None = None
 
     @property
     def call(self) -> Call:
@@ -51,6 +55,19 @@ class Match:
     def producer(self, value: object) -> Call | None:
         """The call that computes `value`, if it is a known operation."""
         return read(value, self.owner)
+
+    def unlike(self, value: object) -> str | None:
+        """Why what computes `value` is no known operation, where it derives from one that is."""
+        miss = near_miss(value, self.owner)
+        return miss.reason if miss is not None else None
+
+
+def near_miss(value: object, owner: GraphModule) -> Match | None:
+    """A call that would be matched if its module were exactly of one of `torch.nn`'s classes."""
+    call = relative(value, owner)
+    if call is None or call.module is None:
+        return None
+    return Match(owner, (call,), reason=unlike(call.where, call.module, call.operation.modules))
 
 
 class Pattern(ABC):
@@ -79,16 +96,20 @@ class Calls(Pattern):
         self.modules = modules
 
     def candidates(self, owner: GraphModule) -> Iterator[tuple[Node, ...]]:
-        yield from ((node,) for node in owner.graph.nodes if operation_of(node, owner) in self.operations)
+        for node in owner.graph.nodes:
+            if operation_of(node, owner) in self.operations or self._wants(relative(node, owner)):
+                yield (node,)
 
     def match(self, owner: GraphModule, nodes: tuple[Node, ...]) -> Match | None:
-        match = super().match(owner, nodes)
+        match = super().match(owner, nodes) or near_miss(nodes[0], owner)
         return match if match is not None and self._wants(match.call) else None
 
     def _wants(self, call: Call | None) -> bool:
         if call is None or call.operation not in self.operations:
             return False
-        return not self.modules or call.module is None or type(call.module) in self.modules
+        if not self.modules or call.module is None or isinstance(call.module, self.modules):
+            return True
+        return getattr(call.module, "cls_to_become", None) in self.modules  # a lazy batch norm derives from none
 
 
 @dataclass(frozen=True)
@@ -105,8 +126,20 @@ class Siblings(Pattern):
 
     def candidates(self, owner: GraphModule) -> Iterator[tuple[Node, ...]]:
         groups: dict[Hashable, list[Node]] = {}
+        strangers: list[Call] = []
+        siblings: Counter[Node] = Counter()
         for node in owner.graph.nodes:
-            call = read(node, owner) if operation_of(node, owner) is self.operation else None
-            if call is not None and isinstance(call["input"], Node):
+            known = operation_of(node, owner) is self.operation
+            call = read(node, owner) if known else relative(node, owner)
+            if call is None or call.operation is not self.operation or not isinstance(call["input"], Node):
+                continue
+            siblings[call.input] += 1
+            if not known:
+                strangers.append(call)
+            else:
                 groups.setdefault((call.input, self.by and self.by(call)), []).append(node)
         yield from (tuple(nodes) for nodes in groups.values() if len(nodes) > 1)
+        yield from ((call.node,) for call in strangers if siblings[call.input] > 1)
+
+    def match(self, owner: GraphModule, nodes: tuple[Node, ...]) -> Match | None:
+        return super().match(owner, nodes) or (near_miss(nodes[0], owner) if len(nodes) == 1 else None)

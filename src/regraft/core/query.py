@@ -16,7 +16,7 @@ from regraft.core.errors import Refused
 from regraft.core.flow import Flow
 from regraft.core.index import Index
 from regraft.core.mutation import Mutations, may_alias
-from regraft.core.plainness import dtype_name, plain_module, plain_tensor
+from regraft.core.plainness import dtype_name, plain_module, plain_tensor, unlike
 from regraft.core.strides import strided_reader
 from regraft.core.values import made_of_sizes, target_name, value_of
 from regraft.core.vocabulary import Call, Weight
@@ -112,6 +112,8 @@ class Facts(Index, Flow):
     def plain(self, call: Call) -> Answer:
         """Nothing but `torch.nn`'s own computation happens in the call, on ordinary tensors."""
         module = call.module
+        if module is not None and type(module) not in call.operation.modules:
+            return unlike(call.where, module, call.operation.modules)
         if module is not None and (answer := plain_module(call.where, module)):
             return answer
         for name in _WEIGHTS:
@@ -172,16 +174,6 @@ class Facts(Index, Flow):
         if user is None:
             return None
         return f"node {user.name!r} ({target_name(user)}) needs {value.name!r} to be contiguous; use reshape there"
-
-    def distinct(self, calls: Sequence[Call]) -> Answer:
-        """No two of the calls use the same weight."""
-        seen: set[int] = set()
-        for call in calls:
-            weight = call.weight("weight")
-            if weight is not None and id(weight.tensor) in seen:
-                return f"{call.where} is called twice on the same input"
-            seen.add(id(weight.tensor) if weight is not None else 0)
-        return None
 
     def same_mode(self, calls: Sequence[Call]) -> Answer:
         """The modules are all in training mode or all in evaluation mode."""

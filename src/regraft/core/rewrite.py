@@ -6,6 +6,7 @@ import gc
 import logging
 import time
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar, final
 
 from torch.fx import GraphModule, Node
@@ -15,7 +16,7 @@ from regraft.core.errors import NothingApplied, Refused
 from regraft.core.history import lint_and_recompile, log_step, undo_steps
 from regraft.core.journal import Journal, Refusal, SiteRecord, Step
 from regraft.core.pattern import Match, Pattern
-from regraft.core.query import Facts
+from regraft.core.query import Facts, require
 from regraft.core.reversal import Reversal
 from regraft.core.snapshot import Codes
 from regraft.core.states import Changes
@@ -65,6 +66,10 @@ class Rewrite(ReversibleTransformation):
         Raises:
             Refused: by way of `require`; the site then stays as it was.
         """
+
+    def divide(self, match: Match, facts: Facts) -> Sequence[Match]:
+        """The sites of a candidate: itself, unless a rule knows better. What is to be refused has a `reason`."""
+        return [match]
 
     def __call__(
         self,
@@ -157,21 +162,26 @@ class Rewrite(ReversibleTransformation):
         erased: set[Node] = set()
         for path, owner in facts.graphs.items():
             for nodes in list(self.pattern.candidates(owner)):
-                match = None if erased.intersection(nodes) else self.pattern.match(owner, nodes)
-                if match is None:
-                    continue
-                edit = Edit(facts, path, journal.orders, mark, dry)
-                where = ".".join(filter(None, (path, match.where)))
-                try:
-                    sentence = self.rewrite(match, edit, facts)
-                    site = edit.commit(journal.new_site(), where, sentence, consume)
-                except Refused as reason:
-                    if edit.rollback():  # it had begun to edit
-                        facts = Facts(facts.root)
-                    refused.append(Refusal(where, str(reason)))
-                except BaseException:
-                    edit.rollback()
-                    raise
-                else:
-                    erased |= edit.erased
-                    applied.append(site)
+                candidate = None if erased.intersection(nodes) else self.pattern.match(owner, nodes)
+                for match in self._sites(candidate, facts):
+                    edit = Edit(facts, path, journal.orders, mark, dry)
+                    where = ".".join(filter(None, (path, match.where)))
+                    try:
+                        require(match.reason)
+                        sentence = self.rewrite(match, edit, facts)
+                        site = edit.commit(journal.new_site(), where, sentence, consume)
+                    except Refused as reason:
+                        if edit.rollback():  # it had begun to edit
+                            facts = Facts(facts.root)
+                        refused.append(Refusal(where, str(reason)))
+                    except BaseException:
+                        edit.rollback()
+                        raise
+                    else:
+                        erased |= edit.erased
+                        applied.append(site)
+
+    def _sites(self, candidate: Match | None, facts: Facts) -> Sequence[Match]:
+        if candidate is None or candidate.reason is not None:
+            return [candidate] if candidate is not None else []
+        return self.divide(candidate, facts)

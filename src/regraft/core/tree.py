@@ -186,13 +186,12 @@ class Through(Form):
 
 @dataclass(frozen=True, eq=False)
 class TreeMatch(Match):
-    """An expression that was found, `values` by name; or a near miss, with the `reason`.
+    """An expression that was found, `values` by name; or a near miss.
 
     `nodes` are those of the expression, the last of which is its result.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
-    reason: str | None = None
 
     @property
     def result(self) -> Node:
@@ -239,7 +238,7 @@ class Tree(Pattern):
     def match(self, owner: GraphModule, nodes: tuple[Node, ...]) -> TreeMatch | None:
         found, trial = self._try(nodes[0], owner)
         if found is not None:
-            return TreeMatch(owner, (), tuple(sorted(set(found.nodes))), found.values)
+            return TreeMatch(owner, (), tuple(sorted(set(found.nodes))), values=found.values)
         if not self._anchors(trial.failure, owner):
             return None
         return TreeMatch(owner, (), nodes, reason=trial.reason)

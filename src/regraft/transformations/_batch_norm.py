@@ -150,6 +150,8 @@ def _neighbours(match: Match, facts: Facts, pairs: tuple[tuple[Any, bool], ...])
     follower = match.producer(readers[0]) if len(readers) == 1 else None
     if follower is not None and (follower.operation, False) in pairs and follower["input"] is norm.node:
         return Neighbours(norm, follower, False, (norm.node,))
+    near = [match.unlike(value) for value in (way[-1], *readers[:1])]
+    require(*near)
     wanted = " or ".join(dict.fromkeys(operation.name for operation, _ in pairs))
     before = layer.where if layer is not None else way[-1].name
     require(f"{norm.where} neither takes its input from a {wanted} (it is {before!r}) nor gives its result to just one")

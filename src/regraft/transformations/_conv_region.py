@@ -11,10 +11,10 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
-from regraft.core.pattern import Match, Pattern
+from regraft.core.pattern import Match, Pattern, near_miss
 from regraft.core.strides import depends_on_strides
 from regraft.core.values import reads_shape_only, value_of
-from regraft.core.vocabulary import CONV, LINEAR, TRANSPOSED_CONV, Call, Operation, attribute, location, read
+from regraft.core.vocabulary import CONV, LINEAR, TRANSPOSED_CONV, Call, Operation, attribute, location, read, relative
 
 BORDER = Operation("border", "input")
 """A node that a convolution's values reach and that depends on their strides: an output, a view."""
@@ -30,7 +30,8 @@ class LayersAndBorders(Pattern):
         reached: set[Node] = set()
         for node in list(owner.graph.nodes):
             call = read(node, owner)
-            if call is not None and call.operation in _LAYERS:
+            layer = call or relative(node, owner)
+            if layer is not None and layer.operation in _LAYERS:
                 yield (node,)
             values = [value for value in node.all_input_nodes if value in reached]
             border = [value for value in values if node.op == "output" or depends_on_strides(node, value, owner)]
@@ -45,7 +46,9 @@ class LayersAndBorders(Pattern):
         node, *values = nodes
         if values:
             return Match(owner, (Call(node, BORDER, {"input": values[0], "values": values}, owner, location(node)),))
-        call = read(node, owner)
+        call, miss = read(node, owner), near_miss(node, owner)
+        if miss is not None:
+            return miss
         return Match(owner, (call,)) if call is not None and call.operation in _LAYERS else None
 
 

@@ -2,9 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from regraft.core.edit import Derived
+from regraft.core.errors import Refused
+from regraft.core.pattern import Match
+from regraft.core.query import Facts, require, that
 from regraft.core.vocabulary import Call
 from regraft.core.weights import Concatenate
+
+
+def divide(match: Match, facts: Facts, expect: Callable[[Call, Facts], None]) -> list[Match]:
+    """The groups of siblings that can be one layer each, and each sibling that fits into none, with the reason.
+
+    Args:
+        match: All the siblings.
+        facts: The safety oracle.
+        expect: Refuses a layer that can be merged with no other.
+    """
+    groups: list[list[Call]] = []
+    odd: dict[Call, str] = {}
+    for call in match.calls:
+        try:
+            expect(call, facts)
+        except Refused as refusal:
+            odd[call] = str(refusal)
+        else:
+            home = next((group for group in groups if _misfit(group[0], call, facts) is None), None)
+            groups.append([call]) if home is None else home.append(call)
+    merged = [group for group in groups if len(group) > 1]
+    first = merged[0][0] if merged else groups[0][0] if groups else None
+    for (call,) in (group for group in groups if len(group) == 1):
+        if first is not None and call is not first:
+            odd[call] = _misfit(first, call, facts) or ""
+    if not merged:
+        return [Match(match.owner, match.calls, reason="; ".join(dict.fromkeys(odd.values())))]
+    sites = [Match(match.owner, tuple(group)) for group in merged]
+    sites += [Match(match.owner, (call,), reason=reason) for call, reason in odd.items()]
+    return sorted(sites, key=lambda site: site.call.node)
+
+
+def _misfit(one: Call, other: Call, facts: Facts) -> str | None:
+    """Why two layers can't be one, each of which could be merged with some other."""
+    weights = [(weight.name, weight.tensor) for call in (one, other) if (weight := call.weight("weight")) is not None]
+    try:
+        require(
+            facts.agree(weights),
+            facts.same_mode((one, other)),
+            facts.unchanged(one.input, one.node, other.node),
+            that(weights[0][1].shape[1:] == weights[1][1].shape[1:], f"{other.where} takes inputs of another size"),
+        )
+    except Refused as refusal:
+        return str(refusal)
+    return None
 
 
 def common_parent(calls: tuple[Call, ...]) -> str:

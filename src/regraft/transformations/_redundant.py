@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from regraft.core.flow import known
 from regraft.core.mutation import writes
-from regraft.core.pattern import Match, Pattern
+from regraft.core.pattern import Match, Pattern, near_miss
 from regraft.core.values import same_shape, target_name, value_of
 from regraft.core.vocabulary import DIVIDE, DROPOUT, IDENTITY, LINEAR, MULTIPLY, RESHAPE, read
 from regraft.transformations._constants import constants, piece
@@ -29,6 +29,7 @@ class Redundant(Pattern):
         same = dict(_repeated(owner))
         yield from same.items()
         yield from ((node,) for node in constants(owner, same))
+        yield from ((node,) for node in owner.graph.nodes if node.users and _stranger(node, owner) is not None)
         wanted: set[Node] = set()
         for node in reversed(owner.graph.nodes):
             alive = node in wanted or node.op == "output" or node.is_impure(False) or bool(writes(node, owner))
@@ -40,9 +41,17 @@ class Redundant(Pattern):
                 yield (node,)
 
     def match(self, owner: GraphModule, nodes: tuple[Node, ...]) -> Match | None:
+        if len(nodes) == 1 and nodes[0].users and (stranger := _stranger(nodes[0], owner)) is not None:
+            return stranger
         if len(nodes) == 1 and nodes[0].users and piece(nodes[0], owner) is None:
             return None  # whoever reads it was to go, and was refused
         return Match(owner, (), nodes)
+
+
+def _stranger(node: Node, owner: GraphModule) -> Match | None:
+    """A module that derives from an identity or from dropout, of which it is not known that it does nothing."""
+    miss = near_miss(node, owner)
+    return miss if miss is not None and miss.call.operation in (IDENTITY, DROPOUT) else None
 
 
 def _repeated(owner: GraphModule) -> Iterator[tuple[Node, Node]]:

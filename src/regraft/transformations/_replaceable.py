@@ -9,6 +9,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from regraft.core.pattern import Match, Pattern
+from regraft.core.plainness import unlike
 from regraft.core.vocabulary import OPERATIONS, Call, Operation, attribute, read
 
 Activation = type[nn.Module] | nn.Module | Callable[..., Any]
@@ -22,10 +23,20 @@ class Replaceable(Pattern):
         self.activations = activations
 
     def candidates(self, owner: GraphModule) -> Iterator[tuple[Node, ...]]:
-        yield from ((node,) for node in owner.graph.nodes if self.which(node, owner) is not None)
+        yield from ((node,) for node in owner.graph.nodes if self.match(owner, (node,)) is not None)
 
     def match(self, owner: GraphModule, nodes: tuple[Node, ...]) -> Match | None:
-        return Match(owner, (), nodes) if self.which(nodes[0], owner) is not None else None
+        if self.which(nodes[0], owner) is not None:
+            return Match(owner, (), nodes)
+        reason = self._unlike(nodes[0], owner)
+        return Match(owner, (), nodes, reason) if reason is not None else None
+
+    def _unlike(self, node: Node, owner: GraphModule) -> str | None:
+        """Why a module whose class derives from a wanted one is not taken for it."""
+        module = attribute(owner, str(node.target)) if node.op == "call_module" else None
+        classes = [kind for kind in self.activations if isinstance(kind, type) and type(module) is not kind]
+        wanted = next((kind for kind in classes if isinstance(module, kind)), None)
+        return unlike(str(node.target), module, (wanted,)) if module is not None and wanted is not None else None
 
     def which(self, node: Node, owner: GraphModule) -> Activation | None:
         """The activation that `node` calls; None where it calls none of them."""

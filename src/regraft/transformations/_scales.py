@@ -22,6 +22,7 @@ from regraft.core.vocabulary import (
     Call,
     Weight,
     read,
+    relative,
 )
 from regraft.core.weights import Derivation, scaled, wider
 
@@ -81,12 +82,13 @@ def site_of(node: Node, owner: GraphModule) -> Site | None:
         number = float(factor) if isinstance(factor, (int, float)) else None
         if not isinstance(value, Node) or value.op == "get_attr" or (number is None and weight is None):
             continue
-        layer = read(value, owner)
+        layer = read(value, owner) or relative(value, owner)
         if layer is not None and layer.operation in _LAYERS:
             return Site(call, value, number, weight, layer, True)
-        readers = [read(user, owner) for user in node.users if not reads_shape_only(user, node)]
-        if len(readers) == 1 and readers[0] is not None and readers[0].operation in _LAYERS:
-            return Site(call, value, number, weight, readers[0], False) if readers[0]["input"] is node else None
+        users = [user for user in node.users if not reads_shape_only(user, node)]
+        reader = read(users[0], owner) or relative(users[0], owner) if len(users) == 1 else None
+        if reader is not None and reader.operation in _LAYERS:
+            return Site(call, value, number, weight, reader, False) if reader["input"] is node else None
     return None
 
 

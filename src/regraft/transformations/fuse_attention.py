@@ -48,7 +48,6 @@ class FuseAttention(Rewrite):
         """See `Rewrite.rewrite`."""
         if not isinstance(match, TreeMatch):
             return lighten(match, edit, facts)
-        require(match.reason)
         result, on_the_way = match.result, [call for node in match.inner if (call := read(node, match.owner))]
         require(*(facts.evaluating(call) for call in on_the_way if call.operation is DROPOUT))
         if any(call.operation is RESHAPE for call in on_the_way):

@@ -51,7 +51,6 @@ class FuseGelu(Rewrite):
     def rewrite(self, match: Match, edit: Edit, facts: Facts) -> str:
         """See `Rewrite.rewrite`."""
         assert isinstance(match, TreeMatch)
-        require(match.reason)
         x, cubic = match.values["x"], match.values.get("cubic")
         require(facts.tensor(x))
         wanted = {"inside": math.sqrt(0.5) if cubic is None else math.sqrt(2 / math.pi), "cubic": 0.044715}

@@ -79,7 +79,6 @@ class FuseNorm(Rewrite):
     def rewrite(self, match: Match, edit: Edit, facts: Facts) -> str:
         """See `Rewrite.rewrite`."""
         assert isinstance(match, TreeMatch)
-        require(match.reason)
         x, weight, bias = (match.values.get(name) for name in ("x", "weight", "bias"))
         require(facts.tensor(x), that(value_of(x) is not None, f"the shape of {x!r} is not known"))
         assert isinstance(x, Node)

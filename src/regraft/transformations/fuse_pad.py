@@ -44,11 +44,14 @@ class FusePad(Rewrite):
         """See `Rewrite.rewrite`."""
         pad = match.call
         ends = _ends(pad)
-        readers = list(pad.node.users)
-        conv = match.producer(readers[0]) if len(readers) == 1 else None
+        reader = next(iter(pad.node.users)) if len(pad.node.users) == 1 else None
+        conv = match.producer(reader)
         require(
             that(ends is not None, f"{pad.where} pads by sizes that are computed, or not with zeros"),
-            that(conv is not None and conv.operation is CONV, f"{pad.where} does not end in one convolution alone"),
+            that(
+                conv is not None and conv.operation is CONV,
+                match.unlike(reader) or f"{pad.where} does not end in one convolution alone",
+            ),
         )
         assert ends is not None
         assert conv is not None

@@ -15,7 +15,7 @@ from regraft.core.query import Facts, require, that
 from regraft.core.rewrite import Rewrite
 from regraft.core.values import value_of
 from regraft.core.vocabulary import CONV, Call
-from regraft.transformations._merge import common_parent, side_by_side
+from regraft.transformations._merge import common_parent, divide, side_by_side
 from regraft.transformations._module_for import module_for
 
 _GEOMETRY = ("stride", "padding", "dilation", "groups")
@@ -42,6 +42,7 @@ class MergeConvs(Rewrite):
 
     `[W_1 * x + b_1, W_2 * x + b_2] = [W_1; W_2] * x + [b_1; b_2]`, stacked along the channels: the branches of an
     inception block, the heads of a detector. Any number of convolutions with one group; a missing bias becomes zeros.
+    One that fits no other stays as it is, with the reason, and the rest are merged.
 
     Example:
         >>> import torch, regraft as rg
@@ -59,24 +60,16 @@ class MergeConvs(Rewrite):
     preserves_computation = True
     pattern = Siblings(CONV, by=_kind)
 
+    def divide(self, match: Match, facts: Facts) -> list[Match]:
+        """See `Rewrite.divide`."""
+        return divide(match, facts, _expect_mergeable)
+
     def rewrite(self, match: Match, edit: Edit, facts: Facts) -> str:
         """See `Rewrite.rewrite`."""
         calls = match.calls
-        require(*(facts.plain(call) for call in calls), *(facts.alone(call) for call in calls), facts.distinct(calls))
         weights = [weight for call in calls if (weight := call.weight("weight"))]
-        biases = [bias for call in calls if (bias := call.weight("bias"))]
         widths = [weight.tensor.shape[0] for weight in weights]
-        first, last, x = calls[0], calls[-1], calls[0].input
-        spatial = weights[0].tensor.ndim - 2
-        ranks = {value.ndim for call in calls if (value := value_of(call.node)) is not None}
-        require(
-            facts.agree([(weight.name, weight.tensor) for weight in (*weights, *biases)]),
-            facts.same_mode(calls),
-            facts.unchanged(x, first.node, last.node),
-            *(facts.strides_free(call.node, -1) for call in calls),
-            *(that(call["groups"] == 1, f"{call.where} has {call['groups']} groups") for call in calls),
-            that(ranks <= {spatial + 1, spatial + 2}, f"{first.where} works on other axes"),
-        )
+        first, x, spatial = calls[0], calls[0].input, weights[0].tensor.ndim - 2
 
         names = [call.where.rpartition(".")[2] for call in calls]
         whole = edit.free_name(".".join(filter(None, (common_parent(calls), "_".join(names)))))
@@ -90,6 +83,20 @@ class MergeConvs(Rewrite):
             edit.replace(call.node, operator.getitem, merged, index)
             edit.discard(call)
         return f"merged {' + '.join(names)}"
+
+
+def _expect_mergeable(call: Call, facts: Facts) -> None:
+    require(facts.plain(call))
+    require(facts.alone(call))
+    weight, bias, value = call.weight("weight"), call.weight("bias"), value_of(call.node)
+    assert weight is not None
+    axes = weight.tensor.ndim
+    require(
+        facts.agree([(w.name, w.tensor) for w in (weight, bias) if w is not None]),
+        facts.strides_free(call.node, -1),
+        that(call["groups"] == 1, f"{call.where} has {call['groups']} groups"),
+        that(value is None or value.ndim in (axes - 1, axes), f"{call.where} works on other axes"),
+    )
 
 
 def _stacked(first: Call, spatial: int, channels: int) -> Tensor | None:

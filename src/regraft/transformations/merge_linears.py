@@ -11,15 +11,16 @@ from regraft.core.edit import Edit
 from regraft.core.pattern import Match, Siblings
 from regraft.core.query import Facts, require, that
 from regraft.core.rewrite import Rewrite
-from regraft.core.vocabulary import LINEAR
-from regraft.transformations._merge import common_parent, side_by_side
+from regraft.core.vocabulary import LINEAR, Call
+from regraft.transformations._merge import common_parent, divide, side_by_side
 
 
 class MergeLinears(Rewrite):
     """Merge linear layers that take the same input into one: the queries, keys and values of attention, gate and up.
 
     `[x W_1^T + b_1, x W_2^T + b_2] = x [W_1; W_2]^T + [b_1; b_2]`: one large matrix product in the place of several.
-    Any number of layers, of any widths; a missing bias becomes zeros, and is missing again after undo.
+    Any number of layers, of any widths; a missing bias becomes zeros, and is missing again after undo. A layer that
+    fits no other (hooked, tied, frozen beside trained ones) stays as it is, with the reason, and the rest are merged.
 
     Example:
         >>> import torch, regraft as rg
@@ -37,22 +38,16 @@ class MergeLinears(Rewrite):
     preserves_computation = True
     pattern = Siblings(LINEAR)
 
+    def divide(self, match: Match, facts: Facts) -> list[Match]:
+        """See `Rewrite.divide`."""
+        return divide(match, facts, _expect_mergeable)
+
     def rewrite(self, match: Match, edit: Edit, facts: Facts) -> str:
         """See `Rewrite.rewrite`."""
         calls = match.calls
-        require(*(facts.plain(call) for call in calls))
-        require(*(facts.alone(call) for call in calls), facts.distinct(calls))
         weights = [weight for call in calls if (weight := call.weight("weight"))]
-        biases = [bias for call in calls if (bias := call.weight("bias"))]
         widths = [weight.tensor.shape[0] for weight in weights]
-        first, last, x = calls[0], calls[-1], calls[0].input
-        require(
-            facts.agree([(weight.name, weight.tensor) for weight in (*weights, *biases)]),
-            facts.same_mode(calls),
-            facts.unchanged(x, first.node, last.node),
-            *(facts.strides_free(call.node, width) for call, width in zip(calls, widths, strict=True)),
-            that(all(w.tensor.ndim == 2 for w in weights), f"{first.where}: a weight is not a matrix"),
-        )
+        first, x = calls[0], calls[0].input
 
         names = [call.where.rpartition(".")[2] for call in calls]
         name = edit.free_name(".".join(filter(None, (common_parent(calls), "_".join(names)))))
@@ -69,3 +64,15 @@ class MergeLinears(Rewrite):
             edit.replace(call.node, operator.getitem, merged, (Ellipsis, slice(end - width, end)))
             edit.discard(call)
         return f"merged {' + '.join(names)}"
+
+
+def _expect_mergeable(call: Call, facts: Facts) -> None:
+    require(facts.plain(call))
+    require(facts.alone(call))
+    weight, bias = call.weight("weight"), call.weight("bias")
+    assert weight is not None
+    require(
+        facts.agree([(w.name, w.tensor) for w in (weight, bias) if w is not None]),
+        facts.strides_free(call.node, weight.tensor.shape[0]),
+        that(weight.tensor.ndim == 2, f"{call.where}: the weight is not a matrix"),
+    )
