@@ -203,3 +203,30 @@ def test_a_memory_format_among_the_arguments_is_saved() -> None:
     torch.save(gm, buffer)
     buffer.seek(0)
     assert torch.load(buffer, weights_only=False).code == gm.code
+
+
+class Leaves(torch.fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, name: str) -> bool:
+        return isinstance(m, torch.fx.GraphModule) or super().is_leaf_module(m, name)
+
+
+@pytest.mark.parametrize("wrap", [lambda gm: gm, adopt, nn.Sequential], ids=["plain", "regraft's", "in a container"])
+@every_way
+def test_graph_modules_inside_are_copied_and_saved_whole(again: Callable[[Any], Any], wrap: Any) -> None:
+    inner = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    next(iter(inner.graph.nodes)).meta["note"] = 1
+    model = nn.Sequential(nn.ReLU(), wrap(inner))
+    nodes, kind = list(inner.graph.nodes), type(inner)
+    gm = adopt(torch.fx.GraphModule(model, Leaves().trace(model)))
+    (part,) = [m for m in gm.modules() if isinstance(m, torch.fx.GraphModule) and m is not gm]
+    assert part is not inner
+    assert part.get_submodule("0") is inner.get_submodule("0")
+    assert (list(inner.graph.nodes), type(inner)) == (nodes, kind)
+    copied = again(gm)
+    for path, owner in gm.named_modules():
+        if isinstance(owner, GraphModule):
+            other = copied.get_submodule(path)
+            assert [node.name for node in other.graph.nodes] == [node.name for node in owner.graph.nodes]
+            assert [n.meta.get("note") for n in other.graph.nodes] == [n.meta.get("note") for n in owner.graph.nodes]
+    x = torch.randn(2, 4)
+    assert torch.equal(copied(x), model(x))

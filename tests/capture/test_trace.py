@@ -441,3 +441,21 @@ def test_a_vectorised_function_is_refused_and_not_half_captured() -> None:
 def test_adopting_keeps_the_object() -> None:
     traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2)))
     assert adopt(traced) is traced
+
+
+def test_a_layer_under_autocast_is_not_called_a_second_time() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                y = self.a(x)
+            return y, self.b(x)
+
+    model, x = Half().eval(), torch.randn(3, 4)
+    gm = trace(model, (x,))
+    for got, expected in zip(gm(x), model(x), strict=True):
+        assert torch.equal(got, expected)
+    assert [node.target for node in gm.graph.nodes if node.op == "call_module"] == ["b"]

@@ -256,6 +256,49 @@ def test_weights_of_unknown_making_are_refused() -> None:
     rg.load_original_state_dict(gm, randomised(2).state_dict())
 
 
+class Stacked(rg.Transformation):
+    """A user's own, that puts a container of layers in the place of a layer, and a parameter into another."""
+
+    def transform(self, graph_module):
+        graph_module.out = nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3))
+        graph_module.extra = nn.Parameter(torch.zeros(2))
+        return graph_module
+
+
+CHANGES = {
+    "trained": lambda gm: gm.out[0].weight.data.add_(1),
+    "loaded": lambda gm: gm.out[0].load_state_dict(nn.Linear(8, 3).state_dict()),
+    "statistics": lambda gm: gm.out[1].num_batches_tracked.add_(1),
+    "a parameter": lambda gm: gm.extra.data.fill_(-0.0),
+}
+
+
+@pytest.mark.parametrize("move", [lambda gm: gm, lambda gm: gm.double(), copy.deepcopy], ids=["", "double", "copied"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_users_step_put_in_and_was_trained_is_not_lost(change: str, move) -> None:
+    gm = move(Stacked()(transformed(randomised(1), "bias")))
+    expected = randomised(1).to(next(gm.parameters()).dtype).state_dict()
+    assert_same_state(rg.original_state_dict(gm), expected)
+    CHANGES[change](gm)
+    before = snapshot(gm.state_dict())
+    with pytest.raises(rg.ReversalConflict, match="has changed since it was put in, and its new values would be lost"):
+        rg.original_state_dict(gm)
+    with pytest.raises(rg.ReversalConflict, match="has changed since it was put in"):
+        rg.undo(gm)
+    assert_same_state(gm.state_dict(), before)
+    assert len(rg.history(gm)) == 2
+
+
+def test_what_a_users_step_put_in_and_nobody_trained_goes_again() -> None:
+    gm = rg.symbolic_trace(randomised(1))
+    code = gm.code
+    gm = Stacked()(gm).double()
+    rg.undo(gm)
+    assert gm.code == code
+    assert not hasattr(gm, "extra")
+    assert_same_state(gm.state_dict(), randomised(1).double().state_dict())
+
+
 def test_something_else_in_the_way_is_named() -> None:
     gm = transformed(randomised(1), "bias")
     gm.out = nn.Linear(9, 3)

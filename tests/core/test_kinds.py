@@ -168,7 +168,7 @@ def test_a_lazy_or_synchronised_batch_norm_has_a_row(norm: nn.Module) -> None:
 def test_what_another_rewrite_has_made_says_so() -> None:
     gm = rg.PrepackForCpu()(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4)).eval()))
     (row,) = rg.FuseBiasInLinear().explain(gm).rows()
-    assert row[3] == "0 is a PackedLinear, which another rewrite has made"
+    assert row[3] == "0 is a PackedLinear, which PrepackForCpu has made; apply that one last"
 
 
 def test_a_parametrized_weight_is_not_computed_to_say_so() -> None:

@@ -20,7 +20,7 @@ from regraft.capture.module_tree import graft_tree, place_tensor
 from regraft.capture.regions import collapse
 from regraft.capture.signature import Interface
 from regraft.capture.spelling import spell
-from regraft.core.graph_module import GraphModule
+from regraft.core.graph_module import GraphModule, adopt
 
 _NATIVE = (tuple, list, dict)
 
@@ -72,7 +72,7 @@ def assemble(
     graph.on_generate_code(lambda _: direct)
     graph.lint()
     gm.graph = graph
-    return gm
+    return adopt(gm)
 
 
 def _renamed(graph: Graph) -> Graph:

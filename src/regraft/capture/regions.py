@@ -74,9 +74,10 @@ def _ends(module: nn.Module, region: list[Node], foreign: set[Node]) -> tuple[No
     results = [node for node in region if any(user not in inside for user in node.users)]
     if len(sources) != 1 or len(results) != 1 or not isinstance(results[0].meta.get("val"), torch.Tensor):
         return None, None
-    if not _takes_one_argument(module, region):
-        return None, None
-    return sources.pop(), results[0]
+    source = sources.pop()
+    if not isinstance(source.meta.get("val"), torch.Tensor) or not _takes_one_argument(module, region):
+        return None, None  # where export has put the call into a graph of its own, what comes out of that is a tuple
+    return source, results[0]
 
 
 def _is_value(node: Node) -> bool:

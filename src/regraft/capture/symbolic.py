@@ -119,4 +119,4 @@ def _traced(model: nn.Module, tracer_cls: type[Tracer]) -> GraphModule:
         if attribute(gm, path) is None and isinstance(value, torch.Tensor):
             place_tensor(gm, path, value)
     gm.graph = graph
-    return gm
+    return adopt(gm)

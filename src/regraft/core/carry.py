@@ -63,6 +63,11 @@ def _originals(
             f"the weights that {record.target} ({site.where}) was made from were let go with consume=True"
         )
     if not untouched and not pristine(record, derived, [s for s in sources if s is not None]):
+        if not sources:
+            raise ReversalConflict(
+                f"{record.target} ({site.where}: {site.sentence}) has changed since it was put in, and its new values"
+                " would be lost with it. Undo before you train or load, or keep a copy of it"
+            )
         raise ReversalConflict(
             f"{record.target} ({site.where}: {site.sentence}) has changed since it was made, and its new values can't"
             " be divided among the layers it was made from: undoing it would lose them. Undo before you train or load"
@@ -148,8 +153,10 @@ def tensors_of(values: dict[str, Any]) -> dict[str, Tensor]:
         if isinstance(value, Tensor):
             found[name] = value
         elif isinstance(value, nn.Module):
-            for table in (value._parameters, value._buffers):
-                found.update((f"{name}.{leaf}", tensor) for leaf, tensor in table.items() if tensor is not None)
+            inside = value.named_modules(prefix=name, remove_duplicate=False) if value._modules else ((name, value),)
+            for prefix, module in inside:
+                for table in (module._parameters, module._buffers):
+                    found.update((f"{prefix}.{leaf}", tensor) for leaf, tensor in table.items() if tensor is not None)
     return found
 
 

@@ -18,7 +18,7 @@ from regraft.core.history import with_original_slots
 from regraft.core.journal import Journal, SiteRecord, Step, WeightRecord
 from regraft.core.states import TABLES, Changes, Slot
 from regraft.core.vocabulary import attribute
-from regraft.core.weights import same_bits
+from regraft.core.weights import Unknown, same_bits
 
 
 def original_state_dict(gm: GraphModule) -> dict[str, Any]:
@@ -30,8 +30,8 @@ def original_state_dict(gm: GraphModule) -> dict[str, Any]:
         gm: The graph module, rewritten or not; it is not changed.
 
     Raises:
-        ReversalConflict: where a fold's weight has been trained, or its originals were let go with `consume=True`, so
-            that the original weights cannot be had from it.
+        ReversalConflict: where a fold's weight, or one that your own transformation put in, has been trained, or the
+            originals were let go with `consume=True`, so that the original weights cannot be had.
 
     Example:
         >>> import torch, regraft as rg
@@ -172,6 +172,9 @@ def _derived_again(gm: GraphModule, loaded: dict[int, Tensor]) -> tuple[list[Ste
     tensors = dict(loaded)
     records: dict[int, list[WeightRecord]] = {}
     for site, record, derived, sources in reversed(list(_made(gm))):
+        if isinstance(record.derivation, Unknown):
+            records.setdefault(site.id, []).insert(0, record)
+            continue
         with torch.no_grad():
             value = record.derivation.compute(*(tensors.get(id(source), source).detach() for source in sources))
             value = value.to(derived.dtype) if derived.is_meta else value.to(derived)

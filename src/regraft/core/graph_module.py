@@ -89,6 +89,9 @@ class GraphModule(torch.fx.GraphModule):
 def adopt(gm: torch.fx.GraphModule) -> GraphModule:
     """Turn a plain `torch.fx.GraphModule` into regraft's, in place: the same object, with another class.
 
+    Graph modules inside it, which the model that it was traced from may hold too, are replaced by copies that share
+    their layers and weights.
+
     Args:
         gm: any graph module. One that is regraft's already is returned as it is; the class of one that somebody
             derived stays among its bases.
@@ -102,12 +105,28 @@ def adopt(gm: torch.fx.GraphModule) -> GraphModule:
     (True, True)
     """
     if isinstance(gm, GraphModule):
-        return gm
+        return _with_own_parts(gm, fresh=False)
     own = fx_private.own_class(gm)
     if own is None:
         raise TypeError(f"a {type(gm).__name__} has no class of its own, as fx gives every graph module; copy it first")
     own.__bases__ = (_combined(fx_private.declared_class(gm)),)
     assert isinstance(gm, GraphModule)
+    return _with_own_parts(gm, fresh=True)
+
+
+def _with_own_parts(gm: GraphModule, *, fresh: bool) -> GraphModule:
+    """`gm` with copies of the graph modules inside it: of all in a fresh one, else of those that are not regraft's."""
+    copies: dict[int, GraphModule] = {}
+    holders: list[nn.Module] = [gm]
+    while holders:
+        holder = holders.pop()
+        for name, part in holder._modules.items():
+            if isinstance(part, torch.fx.GraphModule) and (fresh or not isinstance(part, GraphModule)):
+                if id(part) not in copies:
+                    copies[id(part)] = adopt(GraphModule.__copy__(part))  # type: ignore[arg-type]
+                holder._modules[name] = copies[id(part)]
+            elif isinstance(part, GraphModule) or type(part) is nn.Module:  # other containers are the caller's too
+                holders.append(part)
     return gm
 
 

@@ -39,7 +39,7 @@ def unlike(where: str, module: nn.Module, exact: Sequence[type[nn.Module]]) -> s
     if isinstance(module, nn.modules.lazy.LazyModuleMixin):
         return f"{said}, whose weights are not made yet; run the model once before it is traced"
     if kind.__module__.startswith("regraft."):
-        return f"{said}, which another rewrite has made"
+        return f"{said}, {getattr(kind, 'made_how', 'which another rewrite has made')}"
     parent = next((base for base in kind.__mro__ if base in exact), None)
     if parent is not None and any("forward" in vars(base) for base in kind.__mro__[: kind.__mro__.index(parent)]):
         return f"{said}, whose forward is its own and not that of {parent.__name__}"

@@ -89,7 +89,7 @@ class Drawer:
         """
         if not site.changes.nodes:
             return None
-        weights = tuple(f"{made.target} from {', '.join(made.sources)}" for made in site.weights)
+        weights = tuple(f"{made.target} from {', '.join(made.sources) or 'outside'}" for made in site.weights)
         before, after = (_Side(self, site, new).nodes() for new in (False, True))
         return Drawing(site.where, site.sentence, before, after, weights)
 

@@ -30,6 +30,8 @@ class Rewrite(ReversibleTransformation):
 
     Attributes:
         pattern: Where to begin.
+        exhaustive: Look again, after sites were rewritten, for more that have become sites only now or may be rewritten
+            now: norms that stand in a row go into a layer one after the other.
 
     Example:
         >>> import torch, regraft as rg
@@ -58,6 +60,7 @@ class Rewrite(ReversibleTransformation):
     """
 
     pattern: ClassVar[Pattern]
+    exhaustive: ClassVar[bool] = False
 
     @abstractmethod
     def rewrite(self, match: Match, edit: Edit, facts: Facts) -> str:
@@ -158,28 +161,50 @@ class Rewrite(ReversibleTransformation):
         dry: bool,
         consume: bool,
     ) -> None:
-        mark = self.signature
+        backwards = False
+        while True:
+            found, refused[:] = len(applied), []
+            for path in list(facts.graphs):
+                facts, reasons = self._visit_graph(facts, path, journal, applied, dry, consume, backwards)
+                refused += reversed(reasons) if backwards else reasons
+            if not self.exhaustive or len(applied) == found:
+                return
+            backwards = not backwards  # a row that was met from the wrong end takes one more pass, whatever its length
+
+    def _visit_graph(
+        self,
+        facts: Facts,
+        path: str,
+        journal: Journal,
+        applied: list[SiteRecord],
+        dry: bool,
+        consume: bool,
+        backwards: bool,
+    ) -> tuple[Facts, list[Refusal]]:
+        mark, owner = self.signature, facts.graphs[path]
         erased: set[Node] = set()
-        for path, owner in facts.graphs.items():
-            for nodes in list(self.pattern.candidates(owner)):
-                candidate = None if erased.intersection(nodes) else self.pattern.match(owner, nodes)
-                for match in self._sites(candidate, facts):
-                    edit = Edit(facts, path, journal.orders, mark, dry)
-                    where = ".".join(filter(None, (path, match.where)))
-                    try:
-                        require(match.reason)
-                        sentence = self.rewrite(match, edit, facts)
-                        site = edit.commit(journal.new_site(), where, sentence, consume)
-                    except Refused as reason:
-                        if edit.rollback():  # it had begun to edit
-                            facts = Facts(facts.root)
-                        refused.append(Refusal(where, str(reason)))
-                    except BaseException:
-                        edit.rollback()
-                        raise
-                    else:
-                        erased |= edit.erased
-                        applied.append(site)
+        refused: list[Refusal] = []
+        candidates = list(self.pattern.candidates(owner))
+        for nodes in reversed(candidates) if backwards else candidates:
+            candidate = None if erased.intersection(nodes) else self.pattern.match(owner, nodes)
+            for match in self._sites(candidate, facts):
+                edit = Edit(facts, path, journal.orders, mark, dry)
+                where = ".".join(filter(None, (path, match.where)))
+                try:
+                    require(match.reason)
+                    sentence = self.rewrite(match, edit, facts)
+                    site = edit.commit(journal.new_site(), where, sentence, consume)
+                except Refused as reason:
+                    if edit.rollback():  # it had begun to edit
+                        facts = Facts(facts.root)
+                    refused.append(Refusal(where, str(reason)))
+                except BaseException:
+                    edit.rollback()
+                    raise
+                else:
+                    erased |= edit.erased
+                    applied.append(site)
+        return facts, refused
 
     def _sites(self, candidate: Match | None, facts: Facts) -> Sequence[Match]:
         if candidate is None or candidate.reason is not None:

@@ -11,16 +11,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from regraft.core.carry import digest
-from regraft.core.journal import Journal, Written
+from regraft.core.carry import digest, tensors_of
+from regraft.core.journal import Journal, WeightRecord, Written
 from regraft.core.modules import graph_modules, module_at, walk
 from regraft.core.reversal import Reversal
 from regraft.core.states import TABLES, Changes, Key, NodeState, Slot
-from regraft.core.weights import same_bits
+from regraft.core.weights import Unknown, same_bits
 
 
 class Snapshot:
@@ -76,6 +76,16 @@ class Snapshot:
             if before is not None and not same_bits(before, slot.value):
                 found[key] = Written(before, digest(slot.value))
         return found
+
+    def put_in(self, changes: Changes) -> list[WeightRecord]:
+        """The weights that are new among `changes`. What they are now is noted, so that training is seen."""
+        known = {id(slot.value) for slot in self._slots.values()}
+        now = {".".join(filter(None, key)): new.value for key, (_, new) in changes.slots.items() if new is not None}
+        return [
+            WeightRecord(name, (), Unknown(), tensor.requires_grad, digest(tensor))
+            for name, tensor in tensors_of(now).items()
+            if id(tensor) not in known and type(tensor) in (Tensor, nn.Parameter) and _strided(tensor)
+        ]
 
     def restore_weights(self) -> None:
         """Every weight that was written in place, as it was."""

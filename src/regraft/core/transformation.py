@@ -130,7 +130,10 @@ class Transformation(ABC):
         if result is not gm:
             result.meta.setdefault(Journal.KEY, Journal())
             return
-        site = SiteRecord(journal.new_site(), "whole graph", "", before.changes(), written=before.written())
+        changes = before.changes()
+        site = SiteRecord(
+            journal.new_site(), "whole graph", "", changes, before.put_in(changes), written=before.written()
+        )
         site.sentence = f"{len(site.keys)} changes"
         sites = [site] if site.keys else []
         add_step(self, gm, sites, [], seconds)

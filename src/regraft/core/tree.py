@@ -16,6 +16,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from regraft.core.pattern import Match, Pattern
+from regraft.core.plainness import plain_module
 from regraft.core.vocabulary import ADD, DIVIDE, MULTIPLY, Call, Operation, read
 
 _COMMUTATIVE = (ADD, MULTIPLY)
@@ -116,7 +117,7 @@ class Op(Form):
             trial.fail(found, f"{_show(value)} should be a result of {self.operation}")
             return
         found = found.over(call.node)
-        if (reason := self._misfit(call)) is not None:
+        if (reason := _plain(call) or self._misfit(call)) is not None:
             trial.fail(found, reason)
             return
         given = [call[name] for name in self.operation.names[: len(self.operands)]]
@@ -180,7 +181,7 @@ class Through(Form):
     def bind(self, value: Any, found: Binding, trial: Trial) -> Iterator[Binding]:
         yield from self.form.bind(value, found, trial)
         call = read(value, trial.owner)
-        if call is not None and call.operation in self.operations:
+        if call is not None and call.operation in self.operations and _plain(call) is None:
             yield from self.bind(call["input"], found.over(call.node), trial)
 
 
@@ -250,6 +251,11 @@ class Tree(Pattern):
     def _anchors(self, nodes: tuple[Node, ...], owner: GraphModule) -> list[Node]:
         calls = [read(node, owner) for node in nodes]
         return [call.node for call in calls if call is not None and call.operation in self.anchors]
+
+
+def _plain(call: Call) -> str | None:
+    """A module among the operations does what its class says, and nothing besides."""
+    return plain_module(call.where, call.module) if call.module is not None else None
 
 
 def _bind_all(steps: list[tuple[Form, Any]], found: Binding, trial: Trial) -> Iterator[Binding]:

@@ -33,6 +33,13 @@ class Derivation(ABC):
         return None
 
 
+class Unknown(Derivation):
+    """A weight that a user's function has put in without saying what it was made from."""
+
+    def compute(self, *sources: Tensor) -> Tensor:
+        raise NotImplementedError("nothing is known of how this weight was made")
+
+
 @dataclass(frozen=True)
 class Concatenate(Derivation):
     """The sources, each first viewed in its shape here, side by side along `dim`. `None` stands for zeros.

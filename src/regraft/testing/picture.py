@@ -18,7 +18,8 @@ def picture(module: nn.Module, objects: bool = True) -> dict[str, Any]:
 
     Args:
         module: Any module; of graph modules in it the nodes, their order, arguments, users and marks count too.
-        objects: Whether parameters and layers must be the same objects. False for a copy, or what was loaded from disk.
+        objects: Whether parameters and layers must be the same objects. False for a copy, or what was loaded from disk;
+            strides with gaps then count as those that torch's own copy has.
 
     Example:
         >>> import torch
@@ -32,11 +33,13 @@ def picture(module: nn.Module, objects: bool = True) -> dict[str, Any]:
         """The object; or, for a copy, how many others have been met before it: enough to see ties."""
         return id(value) if objects else numbers.setdefault(id(value), len(numbers))
 
-    shown: dict[str, Any] = {"state_dict": {name: bits(value) for name, value in module.state_dict().items()}}
+    shown: dict[str, Any] = {"state_dict": {name: bits(value, objects) for name, value in module.state_dict().items()}}
     shown["the order of the state_dict"] = list(shown["state_dict"])
     for kind in (module.named_parameters, module.named_buffers):
         tensors = kind(remove_duplicate=False)
-        shown[kind.__name__] = [(name, identity(t), bits(t), str(t.device), t.requires_grad) for name, t in tensors]
+        shown[kind.__name__] = [
+            (name, identity(t), bits(t, objects), str(t.device), t.requires_grad) for name, t in tensors
+        ]
     modules = list(module.named_modules(remove_duplicate=False))
     shown["modules"] = [(name, type(m).__name__, m.training) for name, m in modules]
     shown["layers"] = [(name, identity(m)) for name, m in modules if not _own(m)]
@@ -75,12 +78,13 @@ def assert_same_picture(before: dict[str, Any], after: dict[str, Any], what: str
         raise AssertionError(f"{what}: {part} differs\n  before: {left}\n  after:  {right}")
 
 
-def bits(tensor: Any) -> Any:
-    """The shape, dtype, layout and bytes of a tensor; anything else as it is."""
+def bits(tensor: Any, exact: bool = True) -> Any:
+    """The shape, dtype, layout and bytes of a tensor; anything else as it is. Not `exact`: the strides of a copy."""
     if not isinstance(tensor, Tensor):
         return tensor
     strided = tensor.layout is torch.strided
-    head = (tuple(tensor.shape), str(tensor.dtype), tensor.stride() if strided else str(tensor.layout))
+    laid_out = tensor if exact or not strided else torch.empty_like(tensor, device="meta")
+    head = (tuple(tensor.shape), str(tensor.dtype), laid_out.stride() if strided else str(tensor.layout))
     if tensor.is_meta or not strided or not tensor.numel():
         return head
     return *head, tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()

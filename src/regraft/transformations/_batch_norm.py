@@ -140,7 +140,7 @@ def _specification(norm: Call, layer: Call, behind: bool) -> _Specification:
 def _neighbours(match: Match, facts: Facts, pairs: tuple[tuple[Any, bool], ...]) -> Neighbours:
     """The layer before the norm if it is one of `pairs`, else the one behind it."""
     norm = match.call
-    calls = list(_upstream(match, norm["input"]))
+    calls = list(_upstream(match, norm["input"], facts))
     way, layer = [value for value, _ in calls], calls[-1][1]
     if layer is not None and (layer.operation, True) in pairs:
         users = [*way[-2::-1], norm.node]
@@ -150,20 +150,20 @@ def _neighbours(match: Match, facts: Facts, pairs: tuple[tuple[Any, bool], ...])
     follower = match.producer(readers[0]) if len(readers) == 1 else None
     if follower is not None and (follower.operation, False) in pairs and follower["input"] is norm.node:
         return Neighbours(norm, follower, False, (norm.node,))
-    near = [match.unlike(value) for value in (way[-1], *readers[:1])]
-    require(*near)
+    require(*(match.unlike(value) for value in (way[-1], *readers[:1])))
+    require(facts.plain(layer) if layer is not None and _transparent(layer) else None)
     wanted = " or ".join(dict.fromkeys(operation.name for operation, _ in pairs))
     before = layer.where if layer is not None else way[-1].name
     require(f"{norm.where} neither takes its input from a {wanted} (it is {before!r}) nor gives its result to just one")
     raise AssertionError
 
 
-def _upstream(match: Match, value: Any) -> Iterator[tuple[Node, Call | None]]:
+def _upstream(match: Match, value: Any, facts: Facts) -> Iterator[tuple[Node, Call | None]]:
     """The values from the norm's input up to the layer: through identities, eval-mode dropout, reshaping of rows."""
     while isinstance(value, Node):
         call = match.producer(value)
         yield value, call
-        if call is None or not _transparent(call):
+        if call is None or not _transparent(call) or facts.plain(call) is not None:
             return
         value = call["input"]
 

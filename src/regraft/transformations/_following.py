@@ -25,7 +25,9 @@ def following(match: Match, facts: Facts) -> tuple[Node | None, Node, Activation
         else:
             other, reader = None, None
     activation = activation_of(reader)
-    if reader is None or activation is None or facts.unchanged(call.input, call.node, reader.node):
+    if reader is None or activation is None or facts.plain(reader):
+        return other, last, NONE, done
+    if facts.unchanged(call.input, call.node, reader.node):
         return other, last, NONE, done
     return other, reader.node, activation, [*done, reader]
 

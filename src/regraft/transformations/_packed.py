@@ -32,6 +32,7 @@ SIZES = 64
 class Packed(nn.Module):
     """A layer with a packed copy of its weight and an activation of its own."""
 
+    made_how = "which PrepackForCpu has made; apply that one last"
     regraft_pure = True
     inplace = False
     activation: Activation

@@ -20,6 +20,10 @@ _NAMES = ("running_mean", "running_var", "weight", "bias")
 class _Ranked(nn.Module):
     """Folded where the input has `folded_rank` axes; elsewhere what the model computed, with its own weights."""
 
+    made_how = (
+        "into which a batch norm was folded without knowing the rank of its input; capture with rg.trace(model, args),"
+        " which knows it, to fold or rewrite more"
+    )
     folded_rank: int
     norm_is_behind: bool
     norm_eps: float

@@ -28,6 +28,7 @@ class FoldBatchNorm(Rewrite):
 
     preserves_computation = True
     pattern = Calls(BATCH_NORM)
+    exhaustive = True
 
     def rewrite(self, match: Match, edit: Edit, facts: Facts) -> str:
         """See `Rewrite.rewrite`."""

@@ -45,6 +45,7 @@ class FoldScale(Rewrite):
 
     preserves_computation = True
     pattern = Scales()
+    exhaustive = True
 
     def __init__(self, layer_norms: bool = True) -> None:
         self.layer_norms = layer_norms

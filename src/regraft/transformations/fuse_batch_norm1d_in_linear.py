@@ -28,6 +28,7 @@ class FuseBatchNorm1dInLinear(Rewrite):
 
     preserves_computation = True
     pattern = Calls(BATCH_NORM, modules=(nn.BatchNorm1d,))
+    exhaustive = True
 
     def rewrite(self, match: Match, edit: Edit, facts: Facts) -> str:
         """See `Rewrite.rewrite`."""

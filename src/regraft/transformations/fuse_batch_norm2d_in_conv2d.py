@@ -27,6 +27,7 @@ class FuseBatchNorm2dInConv2d(Rewrite):
 
     preserves_computation = True
     pattern = Calls(BATCH_NORM, modules=(nn.BatchNorm2d,))
+    exhaustive = True
 
     def rewrite(self, match: Match, edit: Edit, facts: Facts) -> str:
         """See `Rewrite.rewrite`."""
