@@ -8,13 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from torch import nn
 
 import regraft as rg
 from regraft.core.vocabulary import DIVIDE
-from regraft.testing import assert_refused, assert_round_trip, fuzz
+from regraft.testing import assert_refused, assert_round_trip, fuzz, programs
+from regraft.testing.fuzzing import Program, runs
 
 ROOT = Path(__file__).parents[2]
 X = torch.randn(3, 4)
@@ -134,3 +136,28 @@ REACHED = [rg.MergeLinears, rg.FuseBiasInLinear, rg.FoldBatchNorm, rg.ChangeTrue
 def test_the_models_reach_the_rules(rule) -> None:
     tally = fuzz(rule(), examples=60, seed=1)
     assert tally.applied, tally
+
+
+def test_a_part_of_a_generated_graph_is_a_graph_module_of_its_own() -> None:
+    layers = ("self.a = nn.Linear(4, 4)", "self.b = nn.Linear(4, 4)")
+    body = ("u = x + 1", "v = self.a(u)", "w = self.b(u)")
+    program = Program(layers, body, "v * w", (), ("numbers(2, 4)",), "float32", False, "nested", (1, 2))
+    _, gm, args, _ = program.build()
+    (inner,) = [m for m in gm.modules() if isinstance(m, torch.fx.GraphModule) and m is not gm]
+    assert [node.op for node in inner.graph.nodes] == ["placeholder", "call_module", "call_module", "output"]
+    report = assert_round_trip(rg.MergeLinears(), gm, args)
+    assert [row[1:3] for row in report.rows()] == [("applied", "fused_0.a + b")]
+
+
+def test_half_of_the_programs_that_nest_do_so() -> None:
+    found = []
+
+    @hypothesis.settings(max_examples=60, database=None, deadline=None)
+    @hypothesis.given(programs(forms=("nested", "nested shapes")))
+    def look(program: Program) -> None:
+        built = runs(program)
+        if built is not None:
+            found.append(sum(isinstance(module, torch.fx.GraphModule) for module in built[1].modules()) > 1)
+
+    look()
+    assert sum(found) > len(found) / 4

@@ -34,7 +34,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import regraft
-from regraft.testing.parts import DoubledLinear, add_one, negate, numbers, randomised, traced_with_shapes
+from regraft.testing.parts import DoubledLinear, add_one, negate, nested, numbers, randomised, traced_with_shapes
 """
 
 
@@ -50,7 +50,9 @@ class Program:
         inputs: The expressions of its arguments.
         dtype: The name of its dtype.
         keyword: Whether it is called by keyword.
-        form: How it is captured: `"fx"`, without shapes; `"shapes"`, with them; `"trace"`, by `regraft.trace`.
+        form: How it is captured: `"fx"`, without shapes; `"shapes"`, with them; `"trace"`, by `regraft.trace`;
+            `"nested"` and `"nested shapes"`, with a part of the graph in a graph module of its own.
+        cut: Where that part begins, and how many nodes it has.
     """
 
     init: tuple[str, ...]
@@ -61,6 +63,7 @@ class Program:
     dtype: str
     keyword: bool
     form: str
+    cut: tuple[int, int] = (0, 0)
 
     def __str__(self) -> str:
         names = ("x", "y")[: len(self.inputs)]
@@ -84,7 +87,7 @@ class Program:
             f"model = randomised(Model()).to(torch.{self.dtype}).eval()",
             *self.after,
             inputs,
-            _CAPTURE[self.form],
+            _CAPTURE[self.form].format(*self.cut),
         ]
         return "\n".join(lines)
 
@@ -108,7 +111,7 @@ class Tally:
 
 
 def programs(
-    forms: tuple[str, ...] = ("fx", "fx", "fx", "shapes", "shapes", "shapes", "trace"), statements: int = 6
+    forms: tuple[str, ...] = ("fx", "fx", "shapes", "shapes", "nested", "nested shapes", "trace"), statements: int = 6
 ) -> Any:
     """A hypothesis strategy of `Program`s, for properties of your own. Some of them do not run; reject those.
 
@@ -138,7 +141,8 @@ def programs(
             (laid_out(choose, shape), *(laid_out(choose, shape) if name == "y" else name for name in inputs)),
             choose(DTYPES),
             choose((False, False, False, True)),
-            choose(forms),
+            form := choose(forms),
+            (choose(range(8)), choose(range(1, 8))) if form.startswith("nested") else (0, 0),
         )
 
     return program()
@@ -156,7 +160,8 @@ def fuzz(rule: Transformation, *, examples: int = 200, seed: int = 0, idempotent
     """Hold a rule to the laws of `assert_round_trip` on generated models.
 
     They are of every rank and dtype, with layers that are shared, tied, hooked, frozen, pruned or in training mode,
-    with strides, aliases, changes in place, keyword and functional calls, captured with and without shapes.
+    with strides, aliases, changes in place, keyword and functional calls, captured with and without shapes, whole or
+    with a part in a graph module of its own.
 
     Args:
         rule: The transformation.
@@ -283,4 +288,6 @@ _CAPTURE = {
     "fx": "gm = torch.fx.symbolic_trace(model)",
     "shapes": "gm = traced_with_shapes(model, args, kwargs)",
     "trace": "gm = regraft.trace(model, args, kwargs)",
+    "nested": "gm = nested(torch.fx.symbolic_trace(model), {}, {})",
+    "nested shapes": "gm = nested(traced_with_shapes(model, args, kwargs), {}, {})",
 }

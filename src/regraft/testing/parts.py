@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.fx.passes.utils.fuser_utils import fuse_by_partitions
 
 
 class DoubledLinear(nn.Linear):
@@ -49,3 +50,13 @@ def traced_with_shapes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     gm = torch.fx.symbolic_trace(model)
     FakeTensorProp(gm, FakeTensorMode(allow_non_fake_inputs=True)).propagate(*args, *kwargs.values())
     return gm
+
+
+def nested(gm: GraphModule, start: int, length: int) -> GraphModule:
+    """The graph with `length` of its nodes, from number `start` on, in a graph module of their own."""
+    nodes = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
+    chosen = nodes[start % max(1, len(nodes)) :][:length]
+    if not any(user not in chosen for node in chosen for user in node.users):
+        return gm
+    fused = fuse_by_partitions(gm, [dict.fromkeys(chosen)])
+    return GraphModule(fused, fused.graph)  # a layer that has gone inside has left its old place
