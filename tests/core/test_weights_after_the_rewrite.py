@@ -310,3 +310,75 @@ def test_consume_leaves_the_callers_model():
     rg.MergeLinears()(gm, consume=True)
     gm.half()
     assert_same(before, picture(net))
+
+
+def test_originals_that_the_caller_has_changed_are_named_and_nothing_happens():
+    net = randomise(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))).eval()
+    gm = rg.FoldBatchNorm()(rg.symbolic_trace(net))
+    with torch.no_grad():
+        net[1].weight.add_(1)
+    before = picture(gm)
+    with pytest.raises(rg.ReversalConflict, match=r"or the model's own 0 or 1 has, which it was made from"):
+        rg.undo(gm)
+    with pytest.raises(rg.ReversalConflict, match=r"Undo before you train, load, or change the model"):
+        rg.original_state_dict(gm)
+    assert_same(before, picture(gm))
+    with torch.no_grad():
+        net[1].weight.sub_(1)
+
+
+def test_a_conversion_of_the_graph_modules_own_weights_leaves_those_of_its_layers():
+    class Own(rg.Transformation):
+        def transform(self, graph_module):
+            graph_module.w = nn.Parameter(graph_module.w.detach() * 2)
+            with torch.no_grad():
+                graph_module.a.bias.add_(1)
+                graph_module.u.mul_(2)
+            return graph_module
+
+    def forward(self, x):
+        return self.a(x), self.b(x), F.linear(x + 1, self.w), F.linear(x + 2, self.u)
+
+    weights = {name: nn.Parameter(torch.randn(4, 4)) for name in "wu"}
+    net = randomise(Wrap(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4), **weights))
+    expected = {name: value.clone() for name, value in net.state_dict().items()}
+    gm = rg.MergeLinears()(Own()(rg.symbolic_trace(net)))
+    gm._apply(lambda tensor: tensor.double(), recurse=False)
+    while rg.history(gm):
+        rg.undo(gm)
+    assert {name: value.dtype for name, value in gm.state_dict().items()} == {
+        name: torch.float64 if name in "wu" else torch.float32 for name in expected
+    }
+    for name, value in gm.state_dict().items():
+        assert torch.equal(value, expected[name].to(value.dtype)), name
+
+
+@pytest.mark.parametrize("undone", [False, True])
+def test_a_cast_that_matters_only_after_a_conversion_is_not_removed(undone):
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.a(x).to(torch.float32) / 3.0
+
+    gm = rg.symbolic_trace(Cast())
+    for node in gm.graph.nodes:
+        node.meta["val"] = torch.empty(2, 4)
+    if undone:
+        rg.ChangeTrueDivToMulByInverse()(gm)
+    gm.double()
+    if undone:
+        rg.undo(gm)
+    rg.RemoveDeadWork()(gm)
+    assert gm(X.double())[0].dtype is torch.float32
+    assert not any("val" in node.meta for node in gm.graph.nodes)
+
+
+def test_what_is_known_of_values_stays_where_nothing_is_converted():
+    gm = rg.trace(nn.Linear(4, 4), (X,))
+    gm.to(torch.float32).to("cpu")
+    assert all("val" in node.meta for node in gm.graph.nodes if node.op != "output")
+    gm.half()
+    assert not any("val" in node.meta for node in gm.graph.nodes)

@@ -69,10 +69,16 @@ def _originals(
                 " would be lost with it. Undo before you train or load, or keep a copy of it"
             )
         raise ReversalConflict(
-            f"{record.target} ({site.where}: {site.sentence}) has changed since it was made, and its new values can't"
-            " be divided among the layers it was made from: undoing it would lose them. Undo before you train or load"
+            f"{record.target} ({site.where}: {site.sentence}) has changed since it was made, or the model's own"
+            f" {' or '.join(_owners(record))} has, which it was made from. It is not what those make now, and can't be"
+            " divided among them: undoing it would lose its values. Undo before you train, load, or change the model"
         )
     return {}
+
+
+def _owners(record: WeightRecord) -> list[str]:
+    """The layers that a weight was made from, and the weights without one."""
+    return list(dict.fromkeys(source.rpartition(".")[0] or source for source in record.sources))
 
 
 def pristine(record: WeightRecord, derived: Tensor, sources: Sequence[Tensor]) -> bool:

@@ -22,14 +22,19 @@ Convert = Callable[[Tensor], Tensor]
 
 
 @contextmanager
-def converting(gm: GraphModule, function: Convert) -> Iterator[None]:
-    """While `gm` is converted, do the same to the originals in its journal.
+def converting(gm: GraphModule, function: Convert, recurse: bool = True) -> Iterator[None]:
+    """While `gm` is converted, do the same to the originals in its journal, and forget what was known of its values.
+
+    Without `recurse` only what stood in `gm` itself is converted, as by `nn.Module._apply`.
 
     A fold can't be made again from converted originals, so the digest of the converted weight is noted where the weight
     was still what the fold had made it. The journal's entries are written anew: a shallow copy of `gm` shares them.
     """
+    kinds = [(value.dtype, value.device) for value in _own(gm)]
     if Journal.KEY not in gm.meta or not Journal.of(gm).steps:
         yield
+        if kinds != [(value.dtype, value.device) for value in _own(gm)]:
+            _forget_values(gm)
         return
     journal = Journal.of(gm)
     intact = {
@@ -41,16 +46,33 @@ def converting(gm: GraphModule, function: Convert) -> Iterator[None]:
     here = {id(value) for value in (*modules, *(value for _, _, value in parameters))}
     moved: dict[int, tuple[Any, Any]] = {}  # by id: what was there, which keeps its id from being used again, and is
     for _, site in journal.sites():
-        for value in before(site).values():
-            if id(value) not in moved and id(value) not in here:
+        for name, value in before(site).items():
+            kept = id(value) in here or (not recurse and ("." in name or isinstance(value, nn.Module)))
+            if id(value) not in moved and not kept:
                 moved[id(value)] = value, _converted(value, _only_dtype(function) if site.consumed else function)
     yield
     moved |= {id(value): (value, module._parameters[leaf]) for module, leaf, value in parameters}
-    journal.steps = converted_writes([step.standing_in(moved) for step in journal.steps], function)
+    journal.steps = converted_writes([step.standing_in(moved) for step in journal.steps], function, recurse)
+    if kinds != [(value.dtype, value.device) for value in _own(gm)]:
+        _forget_values(gm)
     note_writes(gm, written)
     for site, record, derived, _ in _derived(gm):
         if record.derivation.invert(derived.detach()) is None:
             record.digest = digest(derived) if (site.id, record.target) in intact else CHANGED
+
+
+def _own(gm: GraphModule) -> list[Tensor]:
+    return [*gm.parameters(), *gm.buffers()]
+
+
+def _forget_values(gm: GraphModule) -> None:
+    """Fake tensors of the values say dtypes and devices that no longer hold, and rules would go by them."""
+    for owner in gm.modules():
+        for node in owner.graph.nodes if isinstance(owner, GraphModule) else ():
+            node.meta.pop("val", None)
+    if Journal.KEY in gm.meta:
+        journal = Journal.of(gm)
+        journal.steps = [step.without_values() for step in journal.steps]
 
 
 def _derived(gm: GraphModule) -> Iterator[tuple[SiteRecord, WeightRecord, Tensor, list[Tensor | None]]]:

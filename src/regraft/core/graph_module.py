@@ -65,7 +65,7 @@ class GraphModule(torch.fx.GraphModule):
     def _apply(self, fn: Any, recurse: bool = True) -> GraphModule:
         from regraft.core.convert import converting  # the journal knows graph modules, and so this one
 
-        with converting(self, fn):
+        with converting(self, fn, recurse):
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 

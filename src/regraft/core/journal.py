@@ -103,6 +103,10 @@ class Step:
         """See `Changes.standing_in`."""
         return replace(self, applied=tuple(s.standing_in(stand_ins) for s in self.applied)) if stand_ins else self
 
+    def without_values(self) -> Step:
+        """The step less the fake tensors of what nodes compute."""
+        return replace(self, applied=tuple(replace(s, changes=s.changes.without_values()) for s in self.applied))
+
     def without(self, sites: set[int]) -> Step:
         """The step less the sites with these ids."""
         return replace(self, applied=tuple(site for site in self.applied if site.id not in sites))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -70,6 +70,10 @@ class NodeState:
         if (self.op, self.target, self.type) != (other.op, other.target, other.type):
             return False
         return same(self.args, other.args) and same(self.kwargs, other.kwargs)
+
+    def without_value(self) -> NodeState:
+        """The same less the fake tensor of what the node computes."""
+        return replace(self, meta={key: item for key, item in self.meta.items() if key != "val"})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NodeState:
         return self
@@ -144,6 +148,11 @@ class Changes:
 
         slots = {key: (now(old), now(new)) for key, (old, new) in self.slots.items()}
         return Changes(self.nodes, slots, self.anchors)
+
+    def without_values(self) -> Changes:
+        """The same less the fake tensors of what nodes compute."""
+        nodes = {key: tuple(state and state.without_value() for state in pair) for key, pair in self.nodes.items()}
+        return Changes(cast(Any, nodes), self.slots, self.anchors)
 
     @classmethod
     def net(cls, several: Iterable[Changes]) -> Changes:

@@ -61,12 +61,15 @@ def intact(gm: GraphModule) -> set[tuple[int, Key]]:
     return {(number, key) for number, key, written, now in left(gm) if digest(now) == written.digest}
 
 
-def converted(steps: list[Step], function: Callable[[Tensor], Tensor]) -> list[Step]:
-    """The steps with what they keep of written weights converted too."""
+def converted(steps: list[Step], function: Callable[[Tensor], Tensor], recurse: bool) -> list[Step]:
+    """The steps with what they keep of written weights converted too; of the graph module's own alone, or of all."""
 
     def convert(site: SiteRecord) -> SiteRecord:
+        kept = dict(site.written)
         with torch.no_grad():
-            kept = {key: Written(function(written.before), written.digest) for key, written in site.written.items()}
+            for key, written in site.written.items():
+                if recurse or not key[0]:
+                    kept[key] = Written(function(written.before), written.digest)
         return replace(site, written=kept)
 
     return [replace(step, applied=tuple(map(convert, step.applied))) for step in steps]
