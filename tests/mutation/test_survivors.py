@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import regraft as rg
 from regraft.core.weights import Concatenate, same_bits, scaled, wider
 from regraft.testing import assert_refused, assert_round_trip
-from regraft.testing.parts import add_one, traced_with_shapes
+from regraft.testing.parts import add_one, randomised, traced_with_shapes
+from regraft.transformations import _mkldnn as mkldnn
+from regraft.transformations import _packed as packed
+from regraft.transformations._activations import NONE, Activation
 
 
 class Block(nn.Module):
@@ -213,3 +218,237 @@ def test_a_layer_of_two_names_that_is_called_once() -> None:
     gm = torch.fx.symbolic_trace(Block().eval())
     gm.add_submodule("other", gm.q)
     assert_refused(rg.MergeLinears(), gm, match="q is registered under several names")
+
+
+class Function(nn.Module):
+    """A model of some layers and one function of them."""
+
+    def __init__(self, function, **layers) -> None:
+        super().__init__()
+        self.function = function
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def shaped(function, x: torch.Tensor, **layers) -> torch.fx.GraphModule:
+    return traced_with_shapes(randomised(Function(function, **layers)).eval(), (x,), {})
+
+
+IMAGE = torch.randn(2, 4, 6, 6)
+
+
+def test_padding_grows_the_kernel_size_that_the_layer_states() -> None:
+    gm = rg.FusePad()(shaped(lambda m, x: m.conv(F.pad(x, (0, 1, 0, 2))), IMAGE, conv=nn.Conv2d(4, 4, 3)))
+    assert gm.conv.kernel_size == tuple(gm.conv.weight.shape[2:]) == (5, 4)
+
+
+@pytest.mark.parametrize("cubic", [False, True])
+def test_the_report_names_the_form_of_gelu(cubic: bool) -> None:
+    def exact(_, x):
+        return 0.5 * x * (1 + torch.erf(x * math.sqrt(0.5)))
+
+    def by_tanh(_, x):
+        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+    gm = rg.FuseGelu()(shaped(by_tanh if cubic else exact, torch.randn(3, 4)))
+    assert rg.history(gm)[0].applied[0].sentence == ("fused GELU in its tanh form" if cubic else "fused GELU")
+
+
+def test_gelu_by_a_square_and_not_by_a_cube_of_it() -> None:
+    def gelu(square):
+        return lambda m, x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * x * (1 + 0.044715 * square(x))))
+
+    x = torch.randn(3, 4)
+    for square, applied in ((lambda x: x**2, 1), (torch.square, 1), (lambda x: x * x, 1), (lambda x: x**3, 0)):
+        assert assert_round_trip(rg.FuseGelu(), shaped(gelu(square), x), (x,)).applied == applied
+
+
+def test_what_works_in_place_is_not_taken_out() -> None:
+    x = torch.randn(3, 4)
+    gm = shaped(lambda m, x: (x + 1).div_(1), x)
+    assert_refused(rg.RemoveDeadWork(), gm, "works in place; use the out-of-place form")
+    gm = shaped(lambda m, x: m.drop(x + 1), x, drop=nn.Dropout(inplace=True))
+    assert assert_round_trip(rg.RemoveDeadWork(), gm, (x,)).applied == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "applied"),
+    [
+        (lambda m, x: (x.relu(), x.relu() + 1), 1),
+        (lambda m, x: (x.relu() + 1, x.relu()), 1),
+        (lambda m, x: (x.relu(), x.relu()), 0),
+        (lambda m, x: x.to(torch.float32), 1),
+        (lambda m, x: x.to(torch.float32, False, True), 0),
+        (lambda m, x: x.transpose(1, 1), 1),
+        (lambda m, x: x.transpose(0, 1), 0),
+        (lambda m, x: x.transpose(0, 1) + 1, 0),
+    ],
+)
+def test_what_is_repeated_or_unchanged_for_the_caller(function, applied: int) -> None:
+    x = torch.randn(3, 3)
+    assert assert_round_trip(rg.RemoveDeadWork(), shaped(function, x), (x,)).applied == applied
+
+
+def test_an_input_that_nobody_reads_is_no_candidate() -> None:
+    class Two(nn.Module):
+        def forward(self, x, y):
+            return x + 1
+
+    assert rg.RemoveDeadWork().explain(torch.fx.symbolic_trace(Two())).rows() == []
+
+
+@pytest.mark.parametrize(("size", "fused"), [((2, 4, 6, 6), True), ((1, 4, 1, 1), False), ((6,), False)])
+def test_only_an_addend_as_large_as_the_result_is_packed_along(size: tuple[int, ...], fused: bool) -> None:
+    def forward(m, x):
+        addend = x[0, 0, 0] if size == (6,) else x[: size[0], :, : size[2], : size[3]]
+        return m.conv(x) + addend
+
+    gm = shaped(forward, IMAGE, conv=nn.Conv2d(4, 4, 1))
+    report = assert_round_trip(rg.PrepackForCpu(), gm, (IMAGE,))
+    assert ("packed, with add" in [row[3] for row in report.rows()]) is fused
+
+
+def test_a_packed_layer_says_which_activation_it_has() -> None:
+    gm = rg.PrepackForCpu()(
+        shaped(lambda m, x: m.b(m.a(x).relu()), torch.randn(3, 4), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    )
+    assert repr(gm.a) == "PackedLinear(in_features=4, out_features=4, bias=True, activation=relu)"
+    assert repr(gm.b) == "PackedLinear(in_features=4, out_features=4, bias=True)"
+
+
+def test_bounds_that_are_computed_are_no_activation_of_onednn() -> None:
+    gm = shaped(lambda m, x: F.hardtanh(m.conv(x), -x.size(0), 1), IMAGE, conv=nn.Conv2d(4, 4, 1))
+    assert ("applied", "conv", "packed") in [
+        row[1:] for row in assert_round_trip(rg.PrepackForCpu(), gm, (IMAGE,)).rows()
+    ]
+
+
+KINDS = (mkldnn.LINEAR, mkldnn.MKL, mkldnn.CONV, mkldnn.CONV_ADD, mkldnn.CONV_SUM)
+needs_onednn = pytest.mark.skipif(
+    not (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()), reason="no oneDNN or no MKL"
+)
+
+
+@needs_onednn
+def test_every_operator_is_there_and_none_for_float64() -> None:
+    for kind in KINDS:
+        assert mkldnn.works(kind, torch.float32)
+        assert not mkldnn.works(kind, torch.float64)
+    for kind in (mkldnn.LINEAR, mkldnn.CONV):
+        assert mkldnn.works(kind, torch.float32, Activation("relu"))
+
+
+@needs_onednn
+@pytest.mark.parametrize("off", ["is_available", "_get_mkldnn_enabled"])
+def test_without_onednn_only_mkl_is_left(off: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = torch.backends.mkldnn if off == "is_available" else torch._C
+    monkeypatch.setattr(owner, off, lambda: False)
+    assert [mkldnn._has(kind, torch.float32) for kind in KINDS] == [False, True, False, False, False]
+    assert not mkldnn._has(mkldnn.MKL, torch.bfloat16)
+
+
+@needs_onednn
+def test_an_operator_that_fails_is_warned_of_once_and_not_for_each_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> torch.Tensor:
+        raise RuntimeError("gone")
+
+    monkeypatch.setattr(mkldnn, "linear", fail)
+    with pytest.warns(UserWarning, match="linear operator in torch.float32: gone"):
+        assert not mkldnn.works.__wrapped__(mkldnn.LINEAR, torch.float32, NONE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not mkldnn.works.__wrapped__(mkldnn.LINEAR, torch.float32, Activation("relu"))
+
+
+def test_the_operators_are_for_plain_calls_alone() -> None:
+    x, weight = torch.randn(3, 4), torch.randn(4, 4)
+    assert mkldnn.usable(x, weight, None)
+    assert not mkldnn.usable(x.to("meta"), weight.to("meta"), None)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not mkldnn.usable(x, weight, None)
+    with TorchDispatchMode():
+        assert not mkldnn.usable(x, weight, None)
+    seen = []
+    torch.vmap(lambda row: (seen.append(mkldnn.usable(x, weight, None)), row)[1])(x)
+    assert seen == [False]
+
+
+@needs_onednn
+def test_each_call_takes_the_operator_that_it_should(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def spied(name: str) -> None:
+        real = getattr(mkldnn, name)
+        monkeypatch.setattr(mkldnn, name, lambda *args: (calls.append(name), real(*args))[1])
+
+    for name in ("linear", "sgemm", "pack_sgemm", "pack_conv", "conv", "conv_add", "conv_sum"):
+        spied(name)
+    with torch.no_grad():
+        layer, x = packed.PackedLinear.of(nn.Linear(4, 4)), torch.randn(16, 4)
+        for _ in range(3):
+            layer(x)
+        assert calls == ["pack_sgemm", "sgemm", "sgemm"]
+        calls.clear()
+        conv = packed.PackedConv2d.of(nn.Conv2d(4, 4, 1))
+        conv(IMAGE)
+        conv(IMAGE)
+        assert calls == ["pack_conv", "conv", "conv"]
+        for other, expected in (
+            (IMAGE.to(memory_format=torch.channels_last), "conv_add"),
+            (IMAGE, "conv"),
+            (IMAGE[:1].to(memory_format=torch.channels_last), "conv"),
+        ):
+            calls.clear()
+            torch.testing.assert_close(conv(IMAGE, other), F.conv2d(IMAGE, conv.weight, conv.bias) + other)
+            assert calls == [expected]
+
+
+@pytest.mark.parametrize(("training", "applied"), [(False, 1), (True, 0)])
+@pytest.mark.parametrize("functional", [False, True])
+def test_dropout_between_layer_and_norm(functional: bool, training: bool, applied: int) -> None:
+    layers = {"conv": nn.Conv2d(4, 4, 1), "norm": nn.BatchNorm2d(4), "drop": nn.Dropout(0.5)}
+
+    def forward(m, x):
+        y = m.conv(x)
+        return m.norm(F.dropout(y, 0.5, training) if functional else m.drop(y))
+
+    gm = shaped(forward, IMAGE, **layers)
+    if not functional:
+        gm.drop.train(training)
+    assert rg.FoldBatchNorm().explain(gm).applied == applied
+
+
+def test_a_norm_of_three_axes_called_as_a_function_is_not_for_the_rule_of_two() -> None:
+    def forward(m, x):
+        return F.batch_norm(m.conv(x), m.norm.running_mean, m.norm.running_var)
+
+    x = torch.randn(2, 4, 3, 3, 3)
+    gm = shaped(forward, x, conv=nn.Conv3d(4, 4, 1), norm=nn.BatchNorm3d(4))
+    assert_refused(rg.FuseBatchNorm2dInConv2d(), gm, "is a batch norm of another number of axes")
+    gm = shaped(forward, IMAGE, conv=nn.Conv2d(4, 4, 1), norm=nn.BatchNorm2d(4))
+    assert assert_round_trip(rg.FuseBatchNorm2dInConv2d(), gm, (IMAGE,)).applied == 1
+
+
+def test_a_scale_that_overflows_together_with_the_weight_is_refused() -> None:
+    gm = shaped(lambda m, x: m.norm(m.conv(x)), IMAGE, conv=nn.Conv2d(4, 4, 1), norm=nn.BatchNorm2d(4)).half()
+    with torch.no_grad():
+        gm.conv.weight.fill_(200.0)
+        gm.norm.running_var.fill_(1e-6)
+        gm.norm.weight.fill_(2.0)
+    assert_refused(rg.FoldBatchNorm(), gm, "makes a scale that is not finite in torch.float16")
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_layer_made_from_a_grouped_call_states_its_channels(transposed: bool) -> None:
+    layer = nn.ConvTranspose2d(4, 6, 1, groups=2) if transposed else nn.Conv2d(4, 6, 1, groups=2)
+    call = F.conv_transpose2d if transposed else F.conv2d
+
+    def forward(m, x):
+        return m.norm(call(x, m.layer.weight, m.layer.bias, groups=2))
+
+    gm = rg.FoldBatchNorm()(shaped(forward, IMAGE, layer=layer, norm=nn.BatchNorm2d(6)))
+    (made,) = [m for m in gm.modules() if isinstance(m, nn.Conv2d | nn.ConvTranspose2d)]
+    assert (made.in_channels, made.out_channels) == (4, 6)

@@ -136,7 +136,9 @@ def copies(node: Node, source: Node, owner: GraphModule) -> bool:
         return not _laid_out(source, owner)
     if name in ("mul", "truediv", "div") or (name == "reshape" and node.all_input_nodes[0] is not source):
         return True
-    return name in ("clone", "_to_copy") or bool(node.kwargs.get("copy")) or True in node.args[1:]
+    return (
+        name in ("clone", "_to_copy") or bool(node.kwargs.get("copy")) or any(value is True for value in node.args[1:])
+    )
 
 
 def _before_reshaping(source: Node, after: Tensor | None, owner: GraphModule) -> Node | None:

@@ -63,7 +63,6 @@ class FusePad(Rewrite):
         own, axes = conv["padding"], weight.tensor.ndim - 2
         require(
             that(isinstance(own, tuple) and not any(own), f"{conv.where} pads its input itself, by {own}"),
-            that(module.padding_mode == "zeros" or not any(own), f"{conv.where} does not pad with zeros"),
             that(len(ends) <= axes, f"{pad.where} pads more than the {axes} axes of {conv.where}"),
         )
         ends = (*((0, 0),) * (axes - len(ends)), *ends)
