@@ -452,3 +452,81 @@ def test_a_layer_made_from_a_grouped_call_states_its_channels(transposed: bool) 
     gm = rg.FoldBatchNorm()(shaped(forward, IMAGE, layer=layer, norm=nn.BatchNorm2d(6)))
     (made,) = [m for m in gm.modules() if isinstance(m, nn.Conv2d | nn.ConvTranspose2d)]
     assert (made.in_channels, made.out_channels) == (4, 6)
+
+
+def test_a_scaled_value_that_is_written_before_the_layer_reads_it() -> None:
+    def forward(m, x):
+        y = x + 1
+        scaled_value = y * 2
+        y.add_(1)
+        return m.linear(scaled_value)
+
+    gm = shaped(forward, torch.randn(3, 4), linear=nn.Linear(4, 4))
+    assert_refused(rg.FoldScale(), gm, "node 'add_' changes 'add' in place")
+
+
+@pytest.mark.parametrize(
+    ("function", "applied"),
+    [
+        (lambda y: y * 0.001, 1),
+        (lambda y: y / 0.001, 0),
+        (lambda y: y * 1000.0, 0),
+        (lambda y: y / 1000.0, 1),
+    ],
+)
+def test_a_scale_that_overflows_together_with_half_a_weight(function, applied: int) -> None:
+    gm = shaped(lambda m, x: function(m.linear(x)), torch.randn(3, 4), linear=nn.Linear(4, 4)).half()
+    with torch.no_grad():
+        gm.linear.weight.fill_(100.0)
+    assert rg.FoldScale().explain(gm).applied == applied
+
+
+class ProxiedBuffers(torch.fx.Tracer):
+    """Buffers are read by nodes, as parameters are."""
+
+    proxy_buffer_attributes = True
+
+
+class ByBuffer(nn.Module):
+    def __init__(self, written: bool) -> None:
+        super().__init__()
+        self.linear, self.written = nn.Linear(4, 4), written
+        self.register_buffer("scale", torch.full((4,), 2.0))
+
+    def forward(self, x):
+        if self.written:
+            self.scale.add_(1)
+        return self.linear(x) * self.scale
+
+
+def test_a_scale_in_a_buffer_goes_with_the_fold_unless_it_is_written() -> None:
+    gm = rg.FoldScale()(torch.fx.symbolic_trace(ByBuffer(False).eval().requires_grad_(False)))
+    assert rg.history(gm)[0].applied
+    assert not hasattr(gm, "scale")
+    written = ByBuffer(True).eval().requires_grad_(False)
+    gm = torch.fx.GraphModule(written, ProxiedBuffers().trace(written))
+    assert_refused(rg.FoldScale(), gm, "changes 'scale.*' in place")
+
+
+def test_a_number_scales_a_layer_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        net = Function(lambda m, x: m.linear(x) * 2, linear=nn.Linear(4, 4)).eval()
+    gm = rg.FoldScale()(torch.fx.symbolic_trace(net))
+    assert rg.history(gm)[0].applied
+    assert gm.linear.weight.is_meta
+
+
+def test_a_module_with_settings_stands_for_those_alone() -> None:
+    net = nn.Sequential(nn.ELU(1.0), nn.ELU(0.5), nn.CELU(0.5))
+    gm = rg.ReplaceActivation({nn.ELU(0.5): nn.ReLU})(torch.fx.symbolic_trace(net))
+    assert [type(module) for module in gm.children()] == [nn.ELU, nn.ReLU, nn.CELU]
+
+
+@pytest.mark.parametrize("through", [torch.float64, torch.float32])
+def test_a_norm_in_float64_is_fused_where_it_stays_in_it(through: torch.dtype) -> None:
+    def forward(_, x):
+        y = x.to(through)
+        return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)).to(torch.float64)
+
+    x = torch.randn(3, 4, dtype=torch.float64)
+    assert rg.FuseNorm().explain(shaped(forward, x)).applied == (through is torch.float64)

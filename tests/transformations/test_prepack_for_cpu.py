@@ -417,3 +417,17 @@ def test_a_wrong_transposed_operator_is_not_used(monkeypatch, unknown):
     model = randomise(nn.Sequential(nn.ConvTranspose2d(4, 6, 3)))
     with pytest.warns(UserWarning, match="disagrees"):
         check_refused(PACK, model, IMAGE, "fx", "packs no transposed convolution in float32", sites=2)
+
+
+def test_verify_notices_a_weight_that_was_written_behind_torchs_back():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 8)).eval()
+    x = torch.randn(16, 3, 8, 8)
+    gm = rg.PrepackForCpu()(rg.trace(model, (x,)))
+    with torch.no_grad():
+        for _ in range(3):
+            gm(x)  # the linear layer is packed for the rows that come twice
+        for layer in ("0", "3"):
+            model.get_submodule(layer).weight.data.mul_(2)
+            assert not rg.verify(model, gm, (x,)).ok
+            gm.get_submodule(layer).repack()
+            assert rg.verify(model, gm, (x,)).ok

@@ -300,3 +300,54 @@ def test_a_dry_run_folds_constants_on_any_device() -> None:
     assert any("once" in sentence for *_, sentence in said)
     rg.RemoveDeadWork()(gm)
     assert rg.Report("", rg.history(gm)).rows() == said
+
+
+class ProxiedBuffers(torch.fx.Tracer):
+    """Buffers are read by nodes, as parameters are; and by a new one each time, as graphs written by hand may do."""
+
+    proxy_buffer_attributes = True
+
+    def getattr(self, attr, attr_val, parameter_proxy_cache):
+        return super().getattr(attr, attr_val, {})
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer, which it reads by another node than the one that writes."""
+
+    def __init__(self, use) -> None:
+        super().__init__()
+        self.use, self.linear = use, nn.Linear(4, 4).requires_grad_(False)
+        self.register_buffer("calls", torch.full((4,), 2.0))
+        self.register_buffer("view", self.calls[:2])
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return self.use(self, self.linear(x))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda m, y: y + m.calls.sin() * 3,
+        lambda m, y: y + m.view.sin().sum(),
+        lambda m, y: y * m.calls,
+        lambda m, y: y / m.calls,
+        lambda m, y: torch.nn.functional.linear(y, m.calls.reshape(1, 4)),
+    ],
+)
+@pytest.mark.parametrize("rule", rg.TRANSFORMATIONS, ids=lambda rule: rule.__name__)
+def test_a_buffer_that_another_node_writes_is_no_constant(rule, use) -> None:
+    if not rule.preserves_computation or rule is rg.DeepCopy:
+        pytest.skip("of another kind")
+    x = torch.randn(3, 4)
+    model, twin = Counting(use).eval(), Counting(use).eval()
+    twin.linear.load_state_dict(model.linear.state_dict())
+    gm = torch.fx.GraphModule(model, ProxiedBuffers().trace(model))
+    for node in gm.graph.nodes:
+        if node.target in ("calls", "view"):
+            node.meta["val"] = torch.empty(4 if node.target == "calls" else 2)
+        elif node.op in ("call_method", "call_function") and node.target != "reshape":
+            node.meta["val"] = torch.empty(4)
+    rule()(gm)
+    for _ in range(3):
+        torch.testing.assert_close(gm(x), twin(x))

@@ -207,10 +207,14 @@ class Mutations:
 
     def _unite_aliases(self) -> None:
         inputs: Node | None = None
+        readers: dict[int, Node] = {}
         for node in self.owner.graph.nodes:
             if node.op == "placeholder":  # a caller may pass one tensor twice
                 inputs = inputs or node
                 self._parent[node] = self._root(inputs)
+            elif node.op == "get_attr":  # each read of a weight may have a node of its own
+                memory = _memory(attribute(self.owner, str(node.target)))
+                self._parent[node] = self._root(readers.setdefault(memory, node))
             elif may_alias(node, self.owner):
                 for argument in _aliased(node):
                     self._parent[self._root(argument)] = self._root(node)
@@ -223,6 +227,16 @@ class Mutations:
         for seen in path:
             self._parent[seen] = node
         return node
+
+
+def _memory(value: Any) -> int:
+    """Equal for tensors in the same memory."""
+    if isinstance(value, (torch.Tensor, nn.Parameter)) and value.layout is torch.strided:
+        try:
+            return int(value.untyped_storage()._cdata)
+        except (RuntimeError, NotImplementedError):  # a tensor subclass without memory of its own
+            return id(value)
+    return id(value)
 
 
 def mutating_nodes(owner: GraphModule) -> Iterator[Node]:
