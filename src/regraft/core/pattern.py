@@ -15,7 +15,8 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from regraft.core.plainness import unlike
-from regraft.core.vocabulary import Call, Operation, location, operation_of, read, relative
+from regraft.core.relatives import relative
+from regraft.core.vocabulary import Call, Operation, location, operation_of, read
 
 
 @dataclass(frozen=True, eq=False)

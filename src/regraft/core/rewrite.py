@@ -16,7 +16,7 @@ from regraft.core.errors import NothingApplied, Refused
 from regraft.core.history import lint_and_recompile, log_step, undo_steps
 from regraft.core.journal import Journal, Refusal, SiteRecord, Step
 from regraft.core.pattern import Match, Pattern
-from regraft.core.query import Facts, require
+from regraft.core.query import Facts
 from regraft.core.reversal import Reversal
 from regraft.core.snapshot import Codes
 from regraft.core.states import Changes
@@ -187,11 +187,14 @@ class Rewrite(ReversibleTransformation):
         candidates = list(self.pattern.candidates(owner))
         for nodes in reversed(candidates) if backwards else candidates:
             candidate = None if erased.intersection(nodes) else self.pattern.match(owner, nodes)
-            for match in self._sites(candidate, facts):
+            if candidate is None:
+                continue
+            for match in [candidate] if candidate.reason is not None else self.divide(candidate, facts):
                 edit = Edit(facts, path, journal.orders, mark, dry)
                 where = ".".join(filter(None, (path, match.where)))
                 try:
-                    require(match.reason)
+                    if match.reason is not None:
+                        raise Refused(match.reason)
                     sentence = self.rewrite(match, edit, facts)
                     site = edit.commit(journal.new_site(), where, sentence, consume)
                 except Refused as reason:
@@ -205,8 +208,3 @@ class Rewrite(ReversibleTransformation):
                     erased |= edit.erased
                     applied.append(site)
         return facts, refused
-
-    def _sites(self, candidate: Match | None, facts: Facts) -> Sequence[Match]:
-        if candidate is None or candidate.reason is not None:
-            return [candidate] if candidate is not None else []
-        return self.divide(candidate, facts)

@@ -128,7 +128,6 @@ __all__ = [
     "location",
     "operation_of",
     "read",
-    "relative",
 ]
 
 
@@ -223,7 +222,6 @@ OPERATIONS: tuple[Operation, ...] = tuple(value for value in list(globals().valu
 _FUNCTIONS: dict[Any, Operation] = {f: operation for operation in OPERATIONS for f in operation.functions}
 _METHODS: dict[str, Operation] = {m: operation for operation in OPERATIONS for m in operation.methods}
 _MODULES: dict[type[nn.Module], Operation] = {m: operation for operation in OPERATIONS for m in operation.modules}
-_RELATIVES = {**_MODULES, **{m: operation for operation in OPERATIONS for m in operation.relatives}}
 
 
 def operation_of(node: Node, owner: GraphModule) -> Operation | None:
@@ -268,21 +266,6 @@ def _bind(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, An
     for name, value in kwargs.items():
         bound[name if name in names else _ALIASES.get(name, name)] = value
     return bound if "input" in bound and ("other" in names or isinstance(bound["input"], Node)) else None
-
-
-def relative(node: Any, owner: GraphModule) -> Call | None:
-    """A call of a module that is no known operation and derives from one that is: parametrized, lazy, with a `forward`
-    of its own. Nothing is known of what it computes, so this is for refusals, and none of its attributes is asked for.
-    """
-    if not isinstance(node, Node) or node.op != "call_module" or not node.all_input_nodes:
-        return None
-    module = attribute(owner, str(node.target))
-    if type(module) in _MODULES:
-        return None
-    operation = next((_RELATIVES[kind] for kind in type(module).__mro__ if kind in _RELATIVES), None)
-    if operation is None:
-        return None
-    return Call(node, operation, {"input": node.all_input_nodes[0]}, owner, str(node.target), module)
 
 
 def _read_module(node: Node, owner: GraphModule) -> Call | None:

@@ -12,9 +12,10 @@ from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
 from regraft.core.pattern import Match, Pattern, near_miss
+from regraft.core.relatives import relative
 from regraft.core.strides import depends_on_strides
 from regraft.core.values import reads_shape_only, value_of
-from regraft.core.vocabulary import CONV, LINEAR, TRANSPOSED_CONV, Call, Operation, attribute, location, read, relative
+from regraft.core.vocabulary import CONV, LINEAR, TRANSPOSED_CONV, Call, Operation, attribute, location, read
 
 BORDER = Operation("border", "input")
 """A node that a convolution's values reach and that depends on their strides: an output, a view."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from regraft.core.pattern import Match, Pattern
+from regraft.core.relatives import relative
 from regraft.core.values import reads_shape_only
 from regraft.core.vocabulary import (
     CONV,
@@ -22,7 +23,6 @@ from regraft.core.vocabulary import (
     Call,
     Weight,
     read,
-    relative,
 )
 from regraft.core.weights import Derivation, scaled, wider
 
