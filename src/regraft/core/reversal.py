@@ -167,8 +167,7 @@ class _GraphReversal:
         for name in order if self.revive else ():
             if name in self.revive:
                 record = self.revive[name]
-                with graph.inserting_after(previous) if previous is not None else graph.inserting_before():
-                    node = graph.create_node("call_function", _nothing, name=name)
+                node = self._stand_in(name, previous)
                 node.name = name
                 self.live[name] = node
                 self.rewrite[name] = (record, record, (record.args, record.kwargs))
@@ -178,6 +177,18 @@ class _GraphReversal:
         for name in sorted(self.erase, key=lambda n: self.live[n], reverse=True):
             graph.erase_node(self.live[name])
             release_name(graph, name)
+
+    def _stand_in(self, name: str, previous: Node | None) -> Node:
+        graph = self.owner.graph
+        try:
+            with graph.inserting_after(previous) if previous is not None else graph.inserting_before():
+                return graph.create_node("call_function", _nothing, name=name)
+        except BaseException:  # whatever interrupts this, no node is left that nobody knows
+            made = previous.next if previous is not None else next(iter(graph.nodes))
+            if made.target is _nothing and self.live.get(made.name) is not made:
+                graph.erase_node(made)
+                release_name(graph, made.name)
+            raise
 
     def _write(
         self, node: Node, before: NodeState, after: NodeState, args: Any, kwargs: Any, signatures: set[str] | None
