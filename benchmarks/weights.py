@@ -40,8 +40,11 @@ class Projections(nn.Module):
 
 
 def convolution(width: int) -> nn.Module:
-    """A convolution and its batch norm."""
-    return nn.Sequential(nn.Conv2d(width, width, 3, bias=False), nn.BatchNorm2d(width))
+    """A convolution and its batch norm, whose scales are below and above one, as those of trained models are."""
+    norm = nn.BatchNorm2d(width)
+    nn.init.uniform_(norm.running_var, 0.5, 1.5)
+    nn.init.normal_(norm.running_mean, 0, 0.1)
+    return nn.Sequential(nn.Conv2d(width, width, 3, bias=False), norm)
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {

@@ -16,6 +16,7 @@ from torch import nn
 
 import regraft as rg
 from regraft.dropin import grafts_of
+from regraft.dropin.model import dropin_class
 from regraft.optimize import Optimized, optimize
 
 EXACT = [rg.FoldBatchNorm(), rg.MergeLinears()]
@@ -34,6 +35,12 @@ def calls(model: nn.Module) -> int:
 def optimized() -> tuple[nn.Module, Optimized]:
     model = heads()
     return model, optimize(model, (image(),), transformations=EXACT, keep="all", seconds=0.01, verify=False)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    """What other tests compiled of the same class counts towards dynamo's limit of recompilations."""
+    torch.compiler.reset()
 
 
 @pytest.fixture
@@ -341,6 +348,11 @@ class Parity(nn.Module):
     def forward(self, x: torch.Tensor, k: int = 1) -> torch.Tensor:
         y = self.a(x) + self.b(x)
         return (y * 2 if x.shape[0] % 2 == 0 else y) * k
+
+
+def test_a_compiler_keeps_the_dropins_of_two_classes_apart() -> None:
+    first, second = (dropin_class(cls).forward.__code__ for cls in (nn.Linear, nn.ReLU))
+    assert first is not second
 
 
 def test_compiled_it_never_runs_a_graph_for_other_sizes_or_constants() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,12 +32,12 @@ class Argument:
     def __reduce__(self) -> tuple[Any, ...]:
         return _load_argument, (self.name, torch_private.pack_spec(self.spec), self.leaves)
 
-    @property
+    @cached_property
     def is_tensor(self) -> bool:
         """Whether the whole value is one tensor."""
         return self.spec is None and self.leaves == (None,)
 
-    @property
+    @cached_property
     def constant(self) -> Any:
         """The value, where the whole of it is a constant."""
         return self.leaves[0][0] if self.spec is None and self.leaves[0] is not None else None
@@ -108,7 +109,8 @@ class Calling:
             return self._unchecked(values)
         leaves: list[Any] = []
         for argument, value in zip(self.arguments, values):
-            leaves += _leaves(argument, value)
+            if argument.is_tensor or argument.spec is not None or value is not argument.constant:
+                leaves += _leaves(argument, value)
         if self.constraints is not None:
             self.constraints.check(leaves)
         return leaves

@@ -76,6 +76,9 @@ def _make_class(base: type[nn.Module]) -> type[nn.Module]:
         result = self._regraft.run(self, args, kwargs)
         return original(self, *args, **kwargs) if result is NOTHING else result
 
+    # compilers keep what they made of a function by its code, and only so many of it: not one for all models there are
+    forward.__code__ = forward.__code__.replace()
+
     inherited_load = base.load_state_dict
 
     def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
