@@ -71,7 +71,6 @@ def _make_class(base: type[nn.Module]) -> type[nn.Module]:
         own = self.__dict__.get("_regraft_forward")
         return base.forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
 
-    @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = self._regraft.run(self, args, kwargs)
         return original(self, *args, **kwargs) if result is NOTHING else result
@@ -103,7 +102,7 @@ def _make_class(base: type[nn.Module]) -> type[nn.Module]:
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         _KEY: None,
-        "forward": forward,
+        "forward": functools.wraps(base.forward)(forward),
         "load_state_dict": functools.wraps(inherited_load)(load_state_dict),
         "_apply": apply,
         "__reduce_ex__": reduce,
