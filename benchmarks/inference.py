@@ -2,8 +2,9 @@
 
     python benchmarks/inference.py --models resnet50 bert --batches 1 8 --dtypes float32 bfloat16 --json out.json
 
-Each column is set up and warmed up once. Then come blocks of calls in rotated order with a pause between them, because
-an engine's spinning threads slow whichever runs next. The model itself is entered twice, as `eager` and `eager again`:
+Each column is set up and warmed up once; what Inductor has compiled before for the same model and row it may use again.
+Then come blocks of calls in an order that changes from round to round, with a pause between them, because an engine's
+spinning threads slow whichever runs next. The model itself is entered twice, as `eager` and `eager again`:
 what these differ by is noise. A column whose package is not installed, or that cannot run the model, says so.
 """
 
@@ -15,8 +16,11 @@ import gc
 import json
 import logging
 import math
+import os
 import platform
+import random
 import statistics
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -242,10 +246,9 @@ def set_up(make: Callable[..., Call], model: nn.Module, kwargs: dict[str, Any]) 
 
 def blocks(calls: dict[str, Call], rounds: int, pause: float, seconds: float) -> dict[str, list[float]]:
     """Milliseconds per call, the median of each block."""
-    names, times = list(calls), {name: [] for name in calls}
-    for turn in range(rounds):
-        order = names[turn % len(names) :] + names[: turn % len(names)]
-        for name in order:
+    times, order = {name: [] for name in calls}, random.Random(0)
+    for _ in range(rounds):
+        for name in order.sample(list(calls), len(calls)):
             time.sleep(pause)
             calls[name]()
             block, end = [], time.perf_counter() + seconds
@@ -259,6 +262,7 @@ def blocks(calls: dict[str, Call], rounds: int, pause: float, seconds: float) ->
 
 def columns(name: str, batch: int, dtype: str, chosen: set[str] | None) -> tuple[dict[str, Call], dict[str, Any]]:
     torch.manual_seed(0)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="regraft-inductor-")  # nothing from an earlier run
     model, kwargs = MODELS[name](batch)
     randomise_statistics(model)
     model.eval()
