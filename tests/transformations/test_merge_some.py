@@ -99,27 +99,27 @@ def test_frozen_and_trainable_make_two_groups(rule: type[rg.Rewrite], frozen: st
     }
 
 
-@RULES
-def test_a_write_in_between_makes_two_groups(rule: type[rg.Rewrite]) -> None:
+def written(names: str) -> Callable:
+    """A forward that writes the layers' input, between the first two of them and the others."""
+
     def forward(m, x):
         y = x * 1
-        first = m.a(y), m.b(y)
+        first = [getattr(m, name)(y) for name in names[:2]]
         y.add_(1)
-        return *first, m.c(y), m.d(y)
+        return *first, *(getattr(m, name)(y) for name in names[2:])
 
-    gm = check_applied(rule(), of(rule, "abcd", forward), X[rule], sites=2)
+    return forward
+
+
+@RULES
+def test_a_write_in_between_makes_two_groups(rule: type[rg.Rewrite]) -> None:
+    gm = check_applied(rule(), of(rule, "abcd", written("abcd")), X[rule], sites=2)
     assert [site.sentence for site in rg.history(gm)[-1].applied] == ["merged a + b", "merged c + d"]
 
 
 @RULES
 def test_one_alone_behind_the_write(rule: type[rg.Rewrite]) -> None:
-    def forward(m, x):
-        y = x * 1
-        first = m.a(y), m.b(y)
-        y.add_(1)
-        return *first, m.c(y)
-
-    gm = check_applied(rule(), of(rule, "abc", forward), X[rule])
+    gm = check_applied(rule(), of(rule, "abc", written("abc")), X[rule])
     assert rows(gm)[1] == ("refused", "c", "node 'add_' changes 'mul' in place between 'a' and 'c'")
 
 
