@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from regraft.core.pattern import Calls, Match
 from regraft.core.query import Facts, require, that
 from regraft.core.rewrite import Rewrite
 from regraft.core.vocabulary import LINEAR
+from regraft.transformations._keeping import keeping, not_kept
 from regraft.transformations._quantized import CONFIGS, QuantizedLinear, expect_torchao
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -55,17 +55,14 @@ class Quantize(Rewrite):
     def __init__(self, config: Any = "int8", keep: Sequence[str] = ()) -> None:
         if isinstance(config, str) and config not in CONFIGS:
             raise ValueError(f"config={config!r}: use {' or '.join(map(repr, CONFIGS))}, as in Quantize('int8')")
-        if isinstance(keep, str):
-            raise TypeError(f"keep={keep!r} is one name; the call is Quantize(keep=[{keep!r}])")
         self.config = config
-        self.keep = tuple(keep)
+        self.keep = keeping(keep, "Quantize")
 
     def rewrite(self, match: Match, edit: Edit, facts: Facts) -> str:
         """See `Rewrite.rewrite`."""
         expect_torchao()
         call, module, weight = match.call, match.call.module, match.call.weight("weight")
-        kept = next((name for name in self.keep if fnmatchcase(call.where, name)), None)
-        require(that(kept is None, f"{call.where} stays as it is, by keep={kept!r}"))
+        require(not_kept(call.where, self.keep, "stays as it is"))
         require(that(module is not None, f"{call.where} is a function call, not a module with a weight of its own"))
         require(facts.plain(call), facts.alone(call))
         assert module is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from regraft.core.query import Facts, require, that
 from regraft.core.rewrite import Rewrite
 from regraft.core.values import value_of
 from regraft.core.vocabulary import Call, Operation, Weight
+from regraft.transformations._keeping import keeping, not_kept
 from regraft.transformations._rounding import Cast, is_float32, is_number, name_of, own_memory
 
 _LAYERS = (v.LINEAR, v.CONV, v.TRANSPOSED_CONV)
@@ -59,16 +59,13 @@ class ReducePrecision(Rewrite):
             raise ValueError(
                 f"dtype={dtype}: use torch.bfloat16 or torch.float16, as in ReducePrecision(torch.bfloat16)"
             )
-        if isinstance(keep, str):
-            raise TypeError(f"keep={keep!r} is one name; the call is ReducePrecision(keep=[{keep!r}])")
         self.dtype = dtype
-        self.keep = tuple(keep)
+        self.keep = keeping(keep, "ReducePrecision")
 
     def rewrite(self, match: Match, edit: Edit, facts: Facts) -> str:
         """See `Rewrite.rewrite`."""
         call = match.call
-        kept = next((name for name in self.keep if fnmatchcase(call.where, name)), None)
-        require(that(kept is None, f"{call.where} stays in float32, by keep={kept!r}"))
+        require(not_kept(call.where, self.keep, "stays in float32"))
         return self._layer(call, edit, facts) if call.operation in _LAYERS else self._follower(call, edit, facts)
 
     def _layer(self, call: Call, edit: Edit, facts: Facts) -> str:
