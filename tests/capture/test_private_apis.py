@@ -2,16 +2,182 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import importlib
 import inspect
 import operator
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from regraft.capture import torch_private
+import regraft as rg
+from regraft.capture import caches, torch_private, transformers_adapter
 from regraft.core import fx_private
+
+SOURCE = Path(fx_private.__file__).parents[1]
+
+#: a thing of torch's, and its private attributes that the source reads, wherever it does
+HOLDERS = {
+    nn.Linear(2, 2): "_parameters _buffers _modules _non_persistent_buffers_set _apply _forward_hooks "
+    "_forward_pre_hooks _backward_hooks _backward_pre_hooks",
+    torch.ones(2): "_version _backward_hooks _post_accumulate_grad_hooks",
+    torch.ones(2).untyped_storage(): "_cdata",
+    torch.ops.aten.relu.default: "_schema",
+    torch.fx.symbolic_trace(nn.ReLU()): "_code",
+    torch.fx.Graph(): "_codegen _graph_namespace _find_nodes_lookup_table",
+    torch.fx.Graph()._graph_namespace: "_used_names _base_count _rename_object",
+    torch.fx.Graph().placeholder("x"): "_erased _update_args_kwargs",
+}
+OURS = {"_parts", "_fields"}  # of a culprit; of a named tuple, which is documented
+
+
+def private_attributes() -> Iterator[tuple[str, str, str]]:
+    """Where, of what and what: each attribute with an underscore that the source reads, but those of `self`."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                owner = ast.unparse(node.value)
+                if owner not in ("self", "cls"):
+                    yield f"{path.relative_to(SOURCE)}:{node.lineno}", owner, node.attr
+
+
+def private_imports() -> Iterator[tuple[str, str, str]]:
+    """Where, from what and what: each import of torch's or transformers' that no documentation promises."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torch", "transformers"):
+                for alias in node.names:
+                    yield f"{path.relative_to(SOURCE)}:{node.lineno}", str(node.module), alias.name
+
+
+def test_every_private_name_is_where_the_source_looks_for_it() -> None:
+    known = {name for names in HOLDERS.values() for name in names.split()} | OURS
+    for where, owner, name in private_attributes():
+        if owner.split(".")[0] in ("torch", "aten", "nn"):
+            start = {"torch": torch, "aten": torch.ops.aten, "nn": nn}[owner.split(".")[0]]
+            found = functools.reduce(getattr, [*owner.split(".")[1:], name], start)
+            assert found is not None, where
+        elif owner != "sys":
+            assert name in known, f"{where} reads {owner}.{name}: enter in HOLDERS whose it is"
+    for where, module, name in private_imports():
+        if module.split(".")[0] in sys.modules:
+            assert hasattr(importlib.import_module(module), name) or importlib.import_module(f"{module}.{name}"), where
+
+
+@pytest.mark.parametrize("holder", HOLDERS, ids=lambda holder: type(holder).__name__)
+def test_private_attributes(holder: object) -> None:
+    assert [name for name in HOLDERS[holder].split() if not hasattr(holder, name)] == []
+
+
+def test_what_private_attributes_mean() -> None:
+    x = torch.ones(4)
+    version = x._version
+    x[1:].add_(1)
+    assert x._version > version, "a write through a view counts"
+    assert x[1:].untyped_storage()._cdata == x.untyped_storage()._cdata != x.clone().untyped_storage()._cdata
+    weight = nn.Parameter(torch.ones(2))
+    assert not weight._backward_hooks
+    assert not weight._post_accumulate_grad_hooks
+    weight.register_hook(lambda grad: grad)
+    weight.register_post_accumulate_grad_hook(lambda weight: None)
+    assert weight._backward_hooks
+    assert weight._post_accumulate_grad_hooks
+    layer = nn.Linear(2, 2)
+    layer.register_buffer("b", x, persistent=False)
+    assert layer._non_persistent_buffers_set == {"b"}
+    assert set(layer._parameters) == {"weight", "bias"}
+    graph = torch.fx.symbolic_trace(nn.ReLU()).graph
+    node = graph.call_function(torch.relu, (next(iter(graph.nodes)),))
+    assert not fx_private.is_erased(node)
+    graph.erase_node(node)
+    assert fx_private.is_erased(node)
+    schema = torch.ops.aten.add_.Tensor._schema
+    assert [bool(a.alias_info and a.alias_info.is_write) for a in schema.arguments] == [True, False, False]
+    assert torch.compile(layer)._orig_mod is layer
+    conv = nn.Conv2d(2, 2, 1, padding=(1, 2), padding_mode="circular")
+    assert list(conv._reversed_padding_repeated_twice) == [2, 2, 1, 1]
+
+
+def test_who_is_looking_on_at_a_call() -> None:
+    """The state of torch by which the packed and the quantized layers know an ordinary call."""
+
+    def state(_: object = None) -> tuple[bool, ...]:
+        return (
+            bool(torch._C._len_torch_dispatch_stack()),
+            bool(torch._C._is_any_autocast_enabled()),
+            torch._C._get_tracing_state() is not None,
+            torch._C._functorch.peek_interpreter_stack() is not None,
+        )
+
+    seen = []
+
+    def looked(x: torch.Tensor) -> torch.Tensor:
+        seen.append(state())
+        return x * 2
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, 2)
+    looked(x)
+    with Mode():
+        looked(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        looked(x)
+    torch.jit.trace(looked, (x,), check_trace=False)
+    torch.vmap(looked)(x)
+    torch.func.grad(lambda x: looked(x).sum())(x)
+    torch.func.functionalize(looked)(x)
+    nothing, mode, autocast, traced = [False] * 4, [True, *[False] * 3], [False, True, False, False], [False] * 4
+    traced[2] = True
+    transformed = [False, False, False, True]
+    assert [list(s) for s in seen] == [nothing, mode, autocast, traced, transformed, transformed, transformed]
+    seen.clear()
+    make_fx(looked)(x)
+    assert seen[0][0]
+    assert isinstance(torch._C._get_mkldnn_enabled(), bool)
+
+
+def test_keywords_in_export() -> None:
+    class Keywords(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x - y
+
+    x, y = torch.ones(2), torch.zeros(2)
+    gm = rg.trace(Keywords(), (x, y))
+    program = torch.export.export(gm, (), {"y": y, "x": x})
+    assert torch.equal(program.module()(y=y, x=x), x - y)
+    assert torch_private.keywords_in_export() == []
+
+
+def test_vmap_in_an_exported_graph() -> None:
+    class Rows(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.vmap(lambda row: row.new_ones([]) * row.sum())(x)
+
+    program = torch.export.export(Rows(), (torch.ones(2, 3),), strict=False)
+    assert "_add_batch_dim" in [getattr(node.target, "__name__", "") for node in program.graph.nodes]
+
+
+def test_sizes_without_the_printer(monkeypatch: pytest.MonkeyPatch) -> None:
+    value = next(iter(program().graph.nodes)).meta["val"]
+    expression = torch_private.symbolic_expression(value.shape[0])
+    expected = torch_private.expression_source(expression * 2 + 1)
+    monkeypatch.setitem(sys.modules, "torch.utils._sympy.printers", None)
+    source = torch_private.expression_source(expression * 2 + 1)
+    assert eval(source, {str(expression): 5}) == eval(expected, {str(expression): 5}) == 11
+    gm = rg.trace(Two(), (torch.ones(4, 2), torch.ones(4, 2)), dynamic_shapes="auto")
+    assert torch.equal(gm(torch.ones(6, 2), torch.ones(6, 2)), torch.full((6, 2), 2.0))
 
 
 class Two(nn.Module):
@@ -100,6 +266,7 @@ def test_pytree() -> None:
 
 def test_transformers() -> None:
     pytest.importorskip("transformers")
+    from transformers import masking_utils
     from transformers.exporters import exporter_dynamo
     from transformers.exporters.utils import apply_patches
 
@@ -107,3 +274,68 @@ def test_transformers() -> None:
     assert callable(exporter_dynamo.register_pytree_node)
     with apply_patches("dynamo"):
         pass
+    # it is asked for by this name where a mask is made, and so it can be replaced there
+    assert masking_utils.is_torchdynamo_exporting() is False
+    assert "is_torchdynamo_exporting()" in inspect.getsource(masking_utils)
+    with transformers_adapter._masks_as_run():
+        assert masking_utils.is_torchdynamo_exporting.__module__ == transformers_adapter.__name__
+    assert masking_utils.is_torchdynamo_exporting.__module__ != transformers_adapter.__name__
+
+
+def filled(library, windows: tuple[int, ...], tokens: int = 5):
+    """A cache that transformers has filled itself, a layer for each window."""
+    cache = library.DynamicCache()
+    cache.layers = [
+        library.DynamicSlidingWindowLayer(sliding_window=w) if w else library.DynamicLayer() for w in windows
+    ]
+    for index in range(len(windows)):
+        cache.update(torch.randn(1, 2, tokens, 3), torch.randn(1, 2, tokens, 3), index)
+    return cache
+
+
+def test_caches_come_back_as_transformers_made_them() -> None:
+    library = pytest.importorskip("transformers.cache_utils")
+    for windows in [(0, 0), (4, 0, 4), (8,)]:
+        cache = filled(library, windows)
+        state = caches.state_of(cache)
+        assert state is not None
+        other = caches.restore(state.form, state.leaves)
+        for one, two in zip(cache.layers, other.layers, strict=True):
+            assert vars(one).keys() == vars(two).keys()
+            assert all(_same(vars(one)[name], vars(two)[name]) for name in vars(one)), vars(two)
+        for index in range(len(windows)):  # and it goes on as the original does
+            more = torch.randn(1, 2, 2, 3), torch.randn(1, 2, 2, 3)
+            assert _same(cache.update(*more, index), other.update(*more, index))
+            assert cache.get_seq_length(index) == other.get_seq_length(index)
+            assert cache.get_mask_sizes(1, index) == other.get_mask_sizes(1, index)
+    pair = library.EncoderDecoderCache(filled(library, (0,)), filled(library, (0,)))
+    pair.is_updated[0] = True
+    state = caches.state_of(pair)
+    assert state is not None
+    assert caches.restore(state.form, state.leaves).is_updated == {0: True}
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, tuple):
+        return all(map(_same, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+@pytest.mark.parametrize(
+    "moved",
+    [
+        {"DynamicSlidingWindowLayer": None},
+        {"EncoderDecoderCache": None},
+        {"DynamicLayer": lambda: SimpleNamespace(keys=None, values=None)},
+        {"DynamicSlidingWindowLayer": lambda sliding_window: SimpleNamespace(keys=None, values=None)},
+    ],
+)
+def test_a_cache_that_has_moved_stays_what_it_is(moved, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = pytest.importorskip("transformers.cache_utils")
+    cache = filled(library, (0,))
+    other = ModuleType(library.__name__)
+    vars(other).update({**vars(library), **moved})
+    assert caches.state_of(cache) is not None
+    monkeypatch.setitem(sys.modules, "transformers.cache_utils", other)
+    assert caches.state_of(cache) is None
+    assert caches.unfold([cache]) == [cache]

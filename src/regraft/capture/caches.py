@@ -3,11 +3,15 @@
 A model fills its cache in place, and a part of the cache's state is numbers. A graph sees its tensors alone, and for
 the number of tokens that a window has seen a tensor without elements that is as long: a size, and so it may vary.
 A cache that is written in place, or that keeps something else, has no such form and stays what it is.
+
+This is the one file that knows how transformers' caches are made inside. In a transformers where they are made another
+way every cache stays what it is, and `tests/capture/test_private_apis.py` fails.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +22,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 _ATTRIBUTES = {"layers", "layer_class_to_replicate", "offloading"}
+_LAYER = {"keys", "values", "is_initialized"}
+_WINDOW = {"sliding_window", "cumulative_length", "record_past"}
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ def state_of(cache: Any) -> State | None:
         cache: any object.
     """
     library = sys.modules.get("transformers.cache_utils")
-    if library is None:
+    if library is None or not _is_known(library):
         return None
     if type(cache) is library.EncoderDecoderCache:
         halves = [state_of(cache.self_attention_cache), state_of(cache.cross_attention_cache)]
@@ -96,6 +102,18 @@ def state_of(cache: Any) -> State | None:
         return None
     leaves += [torch.empty((count, 0)) for count in counts[:1]]
     return State(Form(tuple(windows), replicated is not None), leaves)
+
+
+@functools.cache
+def _is_known(library: Any) -> bool:
+    """Whether the caches of this transformers are made inside as this file takes them apart."""
+    try:
+        cache, layer = library.DynamicCache(), library.DynamicLayer()
+        pair, window = library.EncoderDecoderCache(cache, cache), library.DynamicSlidingWindowLayer(sliding_window=2)
+    except (AttributeError, TypeError):
+        return False
+    attributes = [vars(cache).keys() == _ATTRIBUTES, vars(layer).keys() == _LAYER, hasattr(pair, "is_updated")]
+    return all(attributes) and vars(window).keys() >= _LAYER | _WINDOW
 
 
 def restore(form: Form, leaves: list[Any]) -> Any:

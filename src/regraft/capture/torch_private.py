@@ -68,9 +68,14 @@ def guard_functions() -> dict[str, Any]:
 
 
 def expression_source(expr: Any) -> str:
-    """A symbolic size as Python source over the names of its symbols."""
-    from torch.utils._sympy.printers import PythonPrinter
+    """A symbolic size as Python source over the names of its symbols.
 
+    Without torch's printer as sympy writes it, which is Python too, but for functions that `guard_functions` lacks.
+    """
+    try:
+        from torch.utils._sympy.printers import PythonPrinter
+    except ImportError:
+        return str(expr)
     return str(PythonPrinter().doprint(expr))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from regraft.core.fx_private import codegen_of
 from regraft.core.history import history, undo_steps
 from regraft.verify.precise import in_precision, inputs_in_precision, modes
 
@@ -139,7 +140,7 @@ def _values(
 
 def _flat(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """The inputs of the graph; a graph of `torch.fx` itself takes what its forward takes, by name."""
-    codegen = getattr(gm.graph, "_codegen")  # noqa: B009
+    codegen: Any = codegen_of(gm.graph)
     if type(codegen).process_inputs is not fx.graph.CodeGen.process_inputs:
         return tuple(codegen.process_inputs(*args, **kwargs))
     holders = [node for node in gm.graph.nodes if node.op == "placeholder"][len(args) :]
