@@ -42,12 +42,44 @@ def test_the_factor_scales_the_references_own_error(
     reference, candidate = exact.clone(), exact.clone()
     reference += off  # everywhere: in one place alone it would be a jump
     candidate[5] += round(share * (factor * 40 + floor_of(dtype) / unit)) * unit
-    spread = (reference - exact).abs()
     # Stored wide, so that the test's own numbers are not rounded.
-    found = measure(reference, candidate, exact, spread, Rule(compute=dtype))
+    found = measure(reference, candidate, exact, None, Rule(compute=dtype, factor=factor))
     assert found.allowed == pytest.approx(factor * off + floor_of(dtype), rel=1e-3)
     assert (found.candidate_error <= found.allowed) is passes
     assert found.within is passes
+    assert Rule(compute=dtype).factor_for(dtype) == factor
+
+
+@pytest.mark.parametrize(("share", "passes"), [(0.9, True), (1.1, False)])
+def test_a_float64_reference_is_not_exact(share: float, passes: bool) -> None:
+    """It stands in the place of the truth, so that its own error comes on top of the candidate's."""
+    exact, off = torch.ones(64, dtype=torch.float64), 40 * torch.finfo(torch.float64).eps
+    reference, candidate = exact + off, exact + off
+    candidate[5] = 1 - share * (2 * off + floor_of(torch.float64))
+    spread = torch.full((64,), off, dtype=torch.float64)
+    found = measure(reference, candidate, reference, spread, Rule(compute=torch.float64))
+    assert found.allowed == pytest.approx(3 * off + floor_of(torch.float64), rel=1e-3)
+    assert found.within is passes
+
+
+@pytest.mark.parametrize(("share", "passes"), [(0.9, True), (1.1, False)])
+def test_one_rounding_of_the_weights_is_allowed_once(share: float, passes: bool) -> None:
+    exact = torch.ones(256, dtype=torch.float64)
+    moved, candidate = exact + 0.25, exact.clone()
+    candidate[7] += share * (0.25 + floor_of(torch.bfloat16))
+    found = measure(exact.bfloat16(), candidate, exact, None, Rule(compute=torch.bfloat16), moved)
+    assert found.weights_error == 0.25
+    assert (found.candidate_error <= found.allowed) is passes
+    assert found.within is passes
+
+
+def test_a_branch_that_a_rounding_of_the_weights_decides_excuses_nothing() -> None:
+    exact = spread_values()
+    reference = exact.to(torch.bfloat16)
+    moved = exact.clone()
+    moved[7] += 100  # another expert was chosen
+    found = measure(reference, reference, exact, None, Rule(compute=torch.bfloat16), moved)
+    assert found.weights_error == 0
 
 
 def test_a_factor_of_the_callers_own() -> None:

@@ -33,17 +33,18 @@ def contrast(truth: Truth, candidate: Run, before: Tree, rule: Rule) -> tuple[li
     leaves: list[Leaf] = []
     problems: list[str] = []
     numbers: Numbers = {}
-    exact, coarse = truth.exact, truth.coarse
-    sides = [(truth.own.output, candidate.output, exact and exact.output, coarse and coarse.output, "")]
+    others = (truth.exact, truth.coarse, truth.rounded)
     ours, theirs = _changed(before, truth.own.inputs, candidate.inputs)
-    sides.append((ours, theirs, exact and exact.inputs, coarse and coarse.inputs, " after the call"))
-    for own, other, precise, rough, suffix in sides:
+    sides = [
+        (truth.own.output, candidate.output, [one and one.output for one in others], ""),
+        (ours, theirs, [one and one.inputs for one in others], " after the call"),
+    ]
+    for own, other, trees, suffix in sides:
         problems += _structure(own, other, suffix)
         for name in own.leaves.keys() & other.leaves.keys():
             wanted, found = own.leaves[name], other.leaves[name]
-            true = precise.leaves.get(name) if precise else None
-            spread = rough.leaves.get(name) if rough else None
-            leaf, measured = _leaf(name + suffix, wanted, found, true, spread, rule)
+            true, rough, rounded = (tree and tree.leaves.get(name) for tree in trees)
+            leaf, measured = _leaf(name + suffix, wanted, found, true, rough, rounded, rule)
             leaves.append(leaf)
             if measured is not None:
                 numbers[leaf.name] = measured
@@ -106,7 +107,7 @@ def _equal(one: object, other: object) -> bool:
 
 
 def _leaf(
-    name: str, wanted: object, found: object, true: object, rough: object, rule: Rule
+    name: str, wanted: object, found: object, true: object, rough: object, rounded: object, rule: Rule
 ) -> tuple[Leaf, Measured | None]:
     for side, value in (("the reference's", wanted), ("the candidate's", found)):
         why = unsupported(value) if isinstance(value, torch.Tensor) else None
@@ -114,15 +115,17 @@ def _leaf(
             raise TypeError(f"verify compares dense tensors: {side} {name} {why}")
     if type(wanted) in (float, complex) and type(found) is type(wanted):
         number = torch.float64 if type(wanted) is float else torch.complex128
-        true = torch.tensor(true, dtype=number) if isinstance(true, (float, complex)) else None
-        rough = torch.tensor(rough, dtype=number) if isinstance(rough, (float, complex)) else None
+        true, rough, rounded = (
+            torch.tensor(value, dtype=number) if isinstance(value, (float, complex)) else None
+            for value in (true, rough, rounded)
+        )
         leaf, measured = _leaf(
-            name, torch.tensor(wanted, dtype=number), torch.tensor(found, dtype=number), true, rough, rule
+            name, torch.tensor(wanted, dtype=number), torch.tensor(found, dtype=number), true, rough, rounded, rule
         )
         return Leaf(**dict(vars(leaf), dtype=type(wanted).__name__)), measured
     if not isinstance(wanted, torch.Tensor) or not isinstance(found, torch.Tensor):
         return _value(name, wanted, found), None
-    return _tensor(name, wanted, found, true, rough, rule)
+    return _tensor(name, wanted, found, true, rough, rounded, rule)
 
 
 def _value(name: str, wanted: object, found: object) -> Leaf:
@@ -144,7 +147,7 @@ def _short(value: object) -> str:
 
 
 def _tensor(
-    name: str, wanted: torch.Tensor, found: torch.Tensor, true: object, rough: object, rule: Rule
+    name: str, wanted: torch.Tensor, found: torch.Tensor, true: object, rough: object, rounded: object, rule: Rule
 ) -> tuple[Leaf, Measured | None]:
     dtype, shape = str(wanted.dtype).removeprefix("torch."), tuple(wanted.shape)
     for what, one, other in (
@@ -166,7 +169,8 @@ def _tensor(
         wide = torch.promote_types(wanted.dtype, torch.float64)
         spread = (rough.to(wide) - wanted.to(wide)) * (torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps)
         spread = torch.view_as_real(spread).abs() if spread.is_complex() else spread.abs()
-    measured = measure(wanted, found, exact, spread, rule)
+    moved = rounded if isinstance(rounded, torch.Tensor) and rounded.shape == wanted.shape else None
+    measured = measure(wanted, found, exact, spread, rule, moved)
     return leaf_from(name, dtype, shape, measured), measured
 
 
@@ -177,10 +181,12 @@ def leaf_from(name: str, dtype: str, shape: tuple[int, ...], m: Measured) -> Lea
     if problem is None and not m.within:
         by_rms = m.candidate_error <= m.allowed
         measure_of = "root mean square" if by_rms else "largest"
-        error, base = (m.candidate_rms, m.reference_rms) if by_rms else (m.candidate_error, m.reference_error)
+        error, base, allowed = m.candidate_error, m.reference_error, m.allowed
+        if by_rms:
+            error, base, allowed = m.candidate_rms, m.reference_rms, m.allowed_rms
         problem = (
             f"is off: its {measure_of} error is {error:.3g} of the output's magnitude, "
-            f"{m.factor * base + m.floor:.3g} is allowed, the reference's own is {base:.3g}"
+            f"{allowed:.3g} is allowed, the reference's own is {base:.3g}"
             + (f"; the worst place is {at}" if at else "")
             + f"; it differs from the reference by up to {m.max_abs:.3g}"
         )

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from regraft.verify.compare import coarser
+from regraft.verify.compare import HALF, coarser
 from regraft.verify.precise import in_precision, modes
 from regraft.verify.run import Inputs, Run, inputs_tree, run
-from regraft.verify.tree import Tree
+from regraft.verify.tree import Tree, unsupported
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Truth:
         coarse: For a reference that is float64 already: a float32 run, from which its error is estimated.
         compute: The coarsest floating-point dtype of weights and inputs.
         lacking: Why there is no float64 run.
+        rounded: The float64 run with each weight moved by one rounding, where it was asked for.
     """
 
     own: Run
@@ -32,6 +34,7 @@ class Truth:
     coarse: Run | None
     compute: torch.dtype
     lacking: str | None
+    rounded: Run | None = None
 
 
 class Oracle:
@@ -61,6 +64,15 @@ class Oracle:
         exact, why = self._in(torch.float64, inputs, own)
         return Truth(own, exact, None, compute, why)
 
+    def rounded(self, inputs: Inputs, truth: Truth, generator: torch.Generator) -> Truth:
+        """The same truth, and what the float64 run gives with each weight in half precision moved by one rounding."""
+        model = self._copies.get(torch.float64)
+        if truth.exact is None or not isinstance(model, nn.Module) or not isinstance(self.reference, nn.Module):
+            return truth
+        with _rounded(model, self.reference, generator):
+            rounded, _ = self._in(torch.float64, inputs, truth.own)
+        return replace(truth, rounded=rounded)
+
     def _compute_dtype(self, inputs: Inputs, own: Run) -> torch.dtype:
         model = self.reference
         weights = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
@@ -87,6 +99,28 @@ class Oracle:
                 return other, None
             why = why or (_first_line(other.error) if other.error else "it gives other shapes there")
         return None, f"the reference does not run in {dtype} ({why})"
+
+
+@contextmanager
+def _rounded(model: nn.Module, reference: nn.Module, generator: torch.Generator) -> Iterator[None]:
+    """With each parameter of a float64 copy within half a unit in the last place that it has in the reference.
+
+    Buffers stay: a table of frequencies moved by so little would turn the angles of late positions around.
+    """
+    pairs = [
+        (mine, given)
+        for mine, given in zip(model.parameters(), reference.parameters(), strict=True)
+        if given.dtype in HALF and unsupported(given) is None
+    ]
+    with torch.no_grad():
+        for mine, given in pairs:
+            noise = torch.rand(tuple(given.shape), generator=generator, dtype=torch.float64).to(given.device)
+            mine.mul_(1 + (noise - 0.5) * torch.finfo(given.dtype).eps)
+        try:
+            yield
+        finally:
+            for mine, given in pairs:
+                mine.copy_(given)
 
 
 def _shapes(tree: Tree) -> dict[str, torch.Size]:

@@ -163,11 +163,20 @@ def resized(inputs: Inputs, dynamic: Dynamic, sizes: dict[Any, int], generator: 
     return args, kwargs
 
 
-def redrawn(inputs: Inputs, count: int, generator: torch.Generator) -> Iterator[Inputs]:
+def redrawn(
+    inputs: Inputs, count: int, generator: torch.Generator, coarsest: torch.dtype | None = None
+) -> Iterator[Inputs]:
     """The same inputs with other rounding errors in them: up to `count` draws.
 
     Floating-point inputs move by a few units in the last place. Where there are none, the entries of all inputs
     move along the last axis together.
+
+    Args:
+        inputs: The sample.
+        count: How many draws.
+        generator: For the numbers.
+        coarsest: The dtype of the coarsest run that must round differently, where it is not that of the inputs: what
+            moves a float64 input by a unit in its last place is the same input to a float32 run.
     """
     tensors = dict(inputs_tree(*inputs).tensors())
     rich = any(_is_rich(tensor) for tensor in tensors.values())
@@ -178,7 +187,8 @@ def redrawn(inputs: Inputs, count: int, generator: torch.Generator) -> Iterator[
             if rich and _is_rich(tensor):
                 noise = torch.rand(tuple(tensor.shape), generator=generator, dtype=torch.float64).to(tensor.device)
                 wide = tensor.detach().to(torch.float64)
-                new = (wide * (1 + (noise - 0.5) * 16 * torch.finfo(tensor.dtype).eps)).to(tensor.dtype)
+                unit = max(torch.finfo(dtype).eps for dtype in (tensor.dtype, coarsest or tensor.dtype))
+                new = (wide * (1 + (noise - 0.5) * 16 * unit)).to(tensor.dtype)
             elif not rich and tensor.dim():
                 new = new.roll(shift, -1)
             memo[id(tensor)] = new

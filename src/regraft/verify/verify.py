@@ -12,15 +12,16 @@ from torch.export import ExportedProgram
 
 from regraft.core.errors import NotCovered
 from regraft.verify.call import check_call, checked_extra, described
-from regraft.verify.compare import Measured, Rule
+from regraft.verify.compare import HALF, Measured, Rule
 from regraft.verify.contrast import Numbers, contrast, leaf_from
-from regraft.verify.oracle import Oracle
+from regraft.verify.oracle import Oracle, Truth
 from regraft.verify.result import Case, Leaf, Verification
-from regraft.verify.run import Inputs, inputs_tree, run
+from regraft.verify.run import Inputs, Run, inputs_tree, run
 from regraft.verify.sizes import dynamic_axes, other_sizes, redrawn, resized
 
 _MARGIN = 32.0  # beyond this many times the bound no luck with rounding explains an error
 _DRAWS = 12
+_ERRORS = ("reference_error", "candidate_error", "weights_error", "reference_rms", "candidate_rms", "weights_rms")
 
 Model = Callable[..., Any] | ExportedProgram
 
@@ -42,9 +43,10 @@ def verify(
     """Compare a candidate with a reference, by the error that the reference itself has.
 
     The reference runs in its own dtype and, as a copy, in float64. A candidate passes if it is off from float64 by
-    at most twice what the reference is off (three times in half precision), plus a few units in the last place;
-    `regraft.verify.compare` has the formula. Integers, booleans and other values must be equal. Classes, dtypes,
-    shapes, devices and the places of NaN and infinities must agree, and so must inputs that the call changes.
+    at most twice what the reference is off (three times in half precision, and what one rounding of its weights does),
+    plus a few units in the last place; `regraft.verify.compare` has the formula and its reasons. Integers, booleans and
+    other values must be equal. Classes, dtypes, shapes, devices and the places of NaN and infinities must agree, and so
+    must inputs that the call changes.
 
     Where shapes of the candidate (or else the reference) are dynamic, inputs of other sizes are tried too. Where the
     reference cannot run in float64, the result notes why, and the candidate is held to a fixed bound instead.
@@ -161,24 +163,33 @@ class _Check:
         rule = replace(self.rule, compute=truth.compute)
         leaves, problems, numbers = contrast(truth, made, inputs_tree(*inputs), rule)
         if any(_doubtful(leaf, numbers) for leaf in leaves) and not rule.tolerant and truth.exact is not None:
-            leaves = self._look_again(inputs, leaves, numbers, rule)
+            leaves = self._look_again(inputs, truth, made, leaves, numbers, rule)
         return Case(label, tuple(leaves), tuple(problems))
 
-    def _look_again(self, inputs: Inputs, leaves: list[Leaf], numbers: Numbers, rule: Rule) -> list[Leaf]:
+    def _look_again(
+        self, inputs: Inputs, truth: Truth, made: Run, leaves: list[Leaf], numbers: Numbers, rule: Rule
+    ) -> list[Leaf]:
         # The error of a reference with few outputs is one draw of a random number, which may be near zero by luck.
         # More draws of both errors, on inputs that round differently, tell luck from a fault.
-        pooled = dict(numbers)
-        for other in redrawn(inputs, _DRAWS, self.generator):
-            truth = self.oracle.ask(other)
-            made = run(self.candidate, other, seed=self.seed, beside=self.oracle.reference)
-            if truth.own.error is not None or truth.exact is None or made.error is not None:
+        pooled = numbers
+        for other in redrawn(inputs, _DRAWS, self.generator, None if truth.coarse is None else torch.float32):
+            if truth.compute in HALF:  # of the weights' rounding too, where they are all that differs
+                rounded = self.oracle.rounded(inputs, truth, self.generator)
+                pooled = _pool(pooled, _numbers(inputs, rounded, made, rule))
+            again = self.oracle.ask(other)
+            remade = run(self.candidate, other, seed=self.seed, beside=self.oracle.reference)
+            if again.own.error is not None or again.exact is None or remade.error is not None:
                 break
-            _, _, drawn = contrast(truth, made, inputs_tree(*other), rule)
-            pooled = {name: _pool(m, drawn[name]) if name in drawn else m for name, m in pooled.items()}
+            pooled = _pool(pooled, _numbers(other, again, remade, rule))
         return [
             leaf_from(leaf.name, leaf.dtype, leaf.shape, pooled[leaf.name]) if _doubtful(leaf, numbers) else leaf
             for leaf in leaves
         ]
+
+
+def _numbers(inputs: Inputs, truth: Truth, made: Run, rule: Rule) -> Numbers:
+    _, _, numbers = contrast(truth, made, inputs_tree(*inputs), rule)
+    return numbers
 
 
 def _doubtful(leaf: Leaf, numbers: Numbers) -> bool:
@@ -186,16 +197,14 @@ def _doubtful(leaf: Leaf, numbers: Numbers) -> bool:
     return m is not None and m.problem is None and not m.within and m.candidate_error <= _MARGIN * m.allowed
 
 
-def _pool(one: Measured, other: Measured) -> Measured:
+def _pool(some: Numbers, others: Numbers) -> Numbers:
+    return {name: _worse(m, others[name]) if name in others else m for name, m in some.items()}
+
+
+def _worse(one: Measured, other: Measured) -> Measured:
     if other.problem is not None:
         return one
-    return replace(
-        one,
-        reference_error=max(one.reference_error, other.reference_error),
-        candidate_error=max(one.candidate_error, other.candidate_error),
-        reference_rms=max(one.reference_rms, other.reference_rms),
-        candidate_rms=max(one.candidate_rms, other.candidate_rms),
-    )
+    return replace(one, **{name: max(getattr(one, name), getattr(other, name)) for name in _ERRORS})
 
 
 def _name(error: Exception) -> str:
