@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import regraft as rg
 from regraft.capture import caches, torch_private, transformers_adapter
-from regraft.core import fx_private
+from regraft.core import fx_private, ordinary
 
 SOURCE = Path(fx_private.__file__).parents[1]
 
@@ -108,7 +108,8 @@ def test_what_private_attributes_mean() -> None:
 
 
 def test_who_is_looking_on_at_a_call() -> None:
-    """The state of torch by which the packed and the quantized layers know an ordinary call."""
+    """The state of torch by which packed layers, quantized ones and engines know an ordinary call."""
+    assert ordinary.KNOWN
 
     def state(_: object = None) -> tuple[bool, ...]:
         return (
@@ -118,10 +119,11 @@ def test_who_is_looking_on_at_a_call() -> None:
             torch._C._functorch.peek_interpreter_stack() is not None,
         )
 
-    seen = []
+    seen, ordinary_calls = [], []
 
     def looked(x: torch.Tensor) -> torch.Tensor:
         seen.append(state())
+        ordinary_calls.append(ordinary.ordinary_call())
         return x * 2
 
     class Mode(TorchDispatchMode):
@@ -138,6 +140,7 @@ def test_who_is_looking_on_at_a_call() -> None:
     torch.vmap(looked)(x)
     torch.func.grad(lambda x: looked(x).sum())(x)
     torch.func.functionalize(looked)(x)
+    assert ordinary_calls == [True, *[False] * 6]
     nothing, mode, autocast, traced = [False] * 4, [True, *[False] * 3], [False, True, False, False], [False] * 4
     traced[2] = True
     transformed = [False, False, False, True]

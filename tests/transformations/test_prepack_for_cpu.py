@@ -431,3 +431,29 @@ def test_verify_notices_a_weight_that_was_written_behind_torchs_back():
             assert not rg.verify(model, gm, (x,)).ok
             gm.get_submodule(layer).repack()
             assert rg.verify(model, gm, (x,)).ok
+
+
+def test_a_weight_whose_changes_cannot_be_seen_is_not_packed():
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval()
+        gm = rg.PrepackForCpu()(rg.symbolic_trace(model))
+    reason = rg.history(gm)[-1].refused[0].reason
+    assert reason == "0.weight was made in inference mode, where torch does not count what is written to it"
+    ordinary = nn.Sequential(nn.Linear(4, 8)).eval()
+    gm = rg.PrepackForCpu()(rg.symbolic_trace(ordinary))
+    with torch.inference_mode():
+        gm.get_submodule("0").weight = nn.Parameter(torch.randn(8, 4))
+        x = torch.randn(5, 4)
+        gm(x), gm(x)
+        gm.get_submodule("0").weight.mul_(2)
+        torch.testing.assert_close(gm(x), nn.functional.linear(x, gm.get_submodule("0").weight, ordinary[0].bias))
+
+
+def test_weights_made_within_inference_mode_can_be_trained_and_packed():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).eval()
+    with torch.inference_mode():
+        gm = rg.PrepackForCpu()(rg.FoldBatchNorm()(rg.symbolic_trace(model)))
+    assert not any(weight.is_inference() for weight in gm.parameters())
+    assert [step.transformation for step in rg.history(gm) if step.applied] == ["FoldBatchNorm", "PrepackForCpu"]
+    gm(torch.randn(1, 3, 8, 8)).sum().backward()
+    assert gm.get_submodule("0").weight.grad is not None

@@ -88,6 +88,7 @@ def test_gradients_reach_the_input_and_training_and_autocast_run_the_plain_layer
         gm(X[0])  # what is packed here serves there
     gm(x).sum().backward()
     assert x.grad is not None
+    assert gm.get_submodule("0").weight.grad is not None, "in eval mode too a weight that wants a gradient gets it"
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         assert torch.equal(gm(*X), model(*X))
     gm.train()

@@ -175,7 +175,7 @@ def _derived_again(gm: GraphModule, loaded: dict[int, Tensor]) -> tuple[list[Ste
         if isinstance(record.derivation, Unknown):
             records.setdefault(site.id, []).insert(0, record)
             continue
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             value = record.derivation.compute(*(tensors.get(id(source), source).detach() for source in sources))
             value = value.to(derived.dtype) if derived.is_meta else value.to(derived)
         tensors[id(derived)] = _like(derived, value)

@@ -248,7 +248,7 @@ class Edit:
     def _derive(self, target: str, derived: Derived) -> nn.Parameter:
         derivation, sources = derived
         tensors = [source.tensor.detach() for source in sources]
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # a weight made in inference mode could not be trained later
             if self._dry:
                 value = derivation.outline(*(tensor.to("meta") for tensor in tensors))
             else:

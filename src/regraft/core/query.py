@@ -184,6 +184,11 @@ class Facts(Index, Flow):
         """The tensor is an ordinary dense floating-point tensor."""
         return plain_tensor(weight.name, weight.tensor)
 
+    def copies_last(self, weight: Weight) -> Answer:
+        """A copy of the weight can be kept, because torch counts what is written to the weight."""
+        made = f"{weight.name} was made in inference mode, where torch does not count what is written to it"
+        return that(not weight.tensor.is_inference(), made)
+
     def tensor(self, value: Any) -> Answer:
         """`value` is a tensor, and not a size or a number made of sizes."""
         if not isinstance(value, Node):

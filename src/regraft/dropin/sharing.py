@@ -58,7 +58,8 @@ def _attributes(model: nn.Module) -> Iterator[Tensor]:
 def _twin(tensor: Tensor) -> Tensor:
     """Another tensor object over the same memory, which also sees the same count of writes."""
     if type(tensor) is nn.Parameter:
-        twin: Tensor = nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
+        with torch.inference_mode(tensor.is_inference()):  # such a tensor may want a gradient only there
+            twin: Tensor = nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
     elif type(tensor) is torch.Tensor:
         twin = tensor.detach()
     else:  # parameters of a class of their own keep what their class keeps: there is no general way to a second one

@@ -12,9 +12,10 @@ from functools import cache
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
+from regraft.core.ordinary import ORDINARY, copies_last, ordinary_call, records_gradient
 from regraft.transformations._activations import NONE, Activation
 
 LINEAR, MKL, CONV = "linear", "packed sgemm", "convolution"
@@ -22,7 +23,6 @@ CONV_ADD, CONV_SUM = "convolution with addition", "convolution with addition in 
 TRANSPOSED = "transposed convolution"
 """The kinds of operator."""
 
-_ORDINARY: tuple[type, ...] = (Tensor, nn.Parameter)
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
@@ -55,15 +55,11 @@ def works(kind: str, dtype: torch.dtype, activation: Activation = NONE, axes: in
 
 def usable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether a call is one for these operators: ordinary tensors on the CPU, no gradient, nobody who traces."""
-    if torch.compiler.is_compiling() or type(x) not in _ORDINARY or type(weight) not in _ORDINARY:
+    if not ordinary_call() or type(x) not in ORDINARY or not copies_last(weight):
         return False
     if not (x.is_cpu and weight.is_cpu) or x.dtype is not weight.dtype or x.layout is not torch.strided:
         return False
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or getattr(bias, "requires_grad", False)):
-        return False
-    if torch._C._len_torch_dispatch_stack() or torch._C._is_any_autocast_enabled():
-        return False
-    return torch._C._get_tracing_state() is None and torch._C._functorch.peek_interpreter_stack() is None
+    return not records_gradient(x, weight, bias)
 
 
 def pack_linear(weight: Tensor) -> Tensor:

@@ -71,11 +71,10 @@ class Packed(nn.Module):
 
     def _fresh(self, weight: Tensor) -> dict[Any, Any]:
         """The packed copies of this weight as it is now."""
-        version = 0 if weight.is_inference() else weight._version
         source, old, address = self._source
-        if source is not weight or old != version or address != weight.data_ptr():
+        if source is not weight or old != weight._version or address != weight.data_ptr():
             self.repack()
-            self.__dict__["_source"] = (weight, version, weight.data_ptr())
+            self.__dict__["_source"] = (weight, weight._version, weight.data_ptr())
         return self._packs
 
 

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from regraft.core.ordinary import ORDINARY, copies_last, ordinary_call, records_gradient
 from regraft.transformations._packed import Packed
 
 CONFIGS = {"int8": "Int8DynamicActivationInt8WeightConfig", "int8-weights": "Int8WeightOnlyConfig"}
 """The names that `Quantize` knows, and torchao's classes."""
-
-_ORDINARY: tuple[type, ...] = (Tensor, nn.Parameter)
 
 
 def expect_torchao() -> None:
@@ -35,7 +34,7 @@ class QuantizedLinear(Packed, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """`input` is (..., in_features)."""
         weight, bias = self._parameters["weight"], self._parameters["bias"]
-        if weight is None or self.training or not _usable(input, weight):
+        if weight is None or self.training or not _usable(input, weight, bias):
             return F.linear(input, self.weight, self.bias)
         packs = self._fresh(weight)
         if "quantized" not in packs:
@@ -47,11 +46,11 @@ class QuantizedLinear(Packed, nn.Linear):
         return f"{super().extra_repr()}, config={name}"
 
 
-def _usable(x: Tensor, weight: Tensor) -> bool:
-    """Whether a call is torchao's: ordinary tensors of one dtype, nobody who traces or casts."""
-    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled() or torch._C._len_torch_dispatch_stack():
+def _usable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a call is torchao's: ordinary tensors of one dtype, no gradient, nobody who traces."""
+    if not ordinary_call() or records_gradient(x, weight, bias):
         return False
-    return type(x) in _ORDINARY and type(weight) in _ORDINARY and x.dtype is weight.dtype and not weight.is_meta
+    return type(x) in ORDINARY and copies_last(weight) and x.dtype is weight.dtype and not weight.is_meta
 
 
 def quantized(weight: Tensor, config: Any) -> Tensor:

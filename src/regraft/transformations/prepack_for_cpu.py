@@ -55,7 +55,7 @@ class PrepackForCpu(Rewrite):
         weight = call.weight("weight")
         require(facts.plain(call), facts.alone(call) if call.module is None else facts.one_name(call))
         assert weight is not None
-        require(that(weight.tensor.ndim > 1, f"the weight of {call.where} is a vector"))
+        require(that(weight.tensor.ndim > 1, f"the weight of {call.where} is a vector"), facts.copies_last(weight))
         name, module = place_of(call, weight.tensor, edit)
         require(_packable(call, module, weight.tensor))
         if facts.called_once(call):

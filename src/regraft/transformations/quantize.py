@@ -28,8 +28,8 @@ class Quantize(Rewrite):
 
     The quantized copy is made at the first call, and again when the weight has changed. The weight itself stays the
     parameter: saving, loading, copying and moving are as before, and memory is not saved but taken, a quarter of the
-    weight's in float32. Training mode, autocast, tracing and `torch.compile` get the plain layer. It needs the extra:
-    `pip install 'regraft[torchao]'`.
+    weight's in float32. Training mode, recorded gradients, autocast and tracing get the plain layer. It needs the
+    extra: `pip install 'regraft[torchao]'`.
 
     Args:
         config: `"int8"` for weights and inputs of eight bits, `"int8-weights"` for the weights alone, which saves
@@ -70,6 +70,7 @@ class Quantize(Rewrite):
         dtype = str(weight.tensor.dtype).removeprefix("torch.")
         require(
             facts.plain_tensor(weight),
+            facts.copies_last(weight),
             that(weight.tensor.dtype in _DTYPES, f"{call.where} is in {dtype}; torchao quantizes float32 and halves"),
             that(not module.training, f"{call.where} is in training mode; call .eval() on the model first"),
             that(weight.tensor.numel() > 0, f"{call.where} has an empty weight"),

@@ -1,0 +1,39 @@
+"""Whether a call is only a call: what decides between a kernel of one's own and the plain layer or graph.
+
+Nobody traces it, casts its arguments, counts its operators or maps over it, and no gradient is recorded. torch has
+public names for parts of this only, so this file knows the private ones. Without them no call is ordinary, which costs
+speed and nothing else.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+try:
+    from torch._C import _get_tracing_state, _is_any_autocast_enabled, _len_torch_dispatch_stack
+    from torch._C._functorch import peek_interpreter_stack
+
+    KNOWN = True
+except ImportError:
+    KNOWN = False
+
+ORDINARY: tuple[type, ...] = (Tensor, nn.Parameter)
+"""The types of tensors whose values are where their pointer says."""
+
+
+def ordinary_call() -> bool:
+    """Whether nothing stands between a call and its kernels: no compiler, tracer, cast, mode or transform."""
+    if torch.compiler.is_compiling() or not KNOWN or _len_torch_dispatch_stack() or _is_any_autocast_enabled():
+        return False
+    return _get_tracing_state() is None and peek_interpreter_stack() is None
+
+
+def records_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd would record what is done with these tensors."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def copies_last(weight: Tensor) -> bool:
+    """Whether a copy of a weight can be kept: whether torch counts what is written to the weight."""
+    return type(weight) in ORDINARY and not weight.is_inference()
