@@ -113,3 +113,11 @@ def test_gradients_are_off_unless_asked_for() -> None:
         compare_speed(lambda: None, 3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="min_seconds"):
         compare_speed(lambda: None, lambda: None, min_seconds=0)
+
+
+@pytest.mark.parametrize(("noise", "longest"), [(0.01, 0.6), (0.9, 2.2)])
+def test_on_a_busy_machine_it_takes_longer(noise: float, longest: float) -> None:
+    clock = Clock()
+    found = compare(clock, clock.program("a", 0.01, noise), clock.program("b", 0.01, noise, 7), max_pairs=10_000)
+    spent = sum(a + b for a, b in found.times)
+    assert longest / 1.5 < spent < longest

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 _MIN_PAIRS = 10
+# On a busy machine: go on for so many times as long while the interval is wider than this part of the ratio.
+_PATIENCE, _WIDE = 4, 0.1
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ def compare_speed(
     Args:
         baseline: Called without arguments.
         candidate: Likewise.
-        min_seconds: Measure for at least this long in all, unless `max_pairs` are reached; at least 10 pairs.
+        min_seconds: Measure for at least this long in all, unless `max_pairs` are reached; at least 10 pairs. On a busy
+            machine, where the interval is wider than a tenth of the ratio, for up to four times as long.
         warmup_seconds: Run each for at least this long first, and at least twice (compilers, caches, clocks).
         block_seconds: A block repeats its call until it takes about this long, so that the timer's grain and the
             call's own noise average out.
@@ -166,7 +169,9 @@ def _measure(
     try:
         start = timer()
         # An even number of pairs, so that each program goes first as often as the other.
-        while len(times) < max_pairs and (len(times) < _MIN_PAIRS or len(times) % 2 or timer() - start < min_seconds):
+        while len(times) < max_pairs and (
+            len(times) < _MIN_PAIRS or len(times) % 2 or _goes_on(times, timer() - start, min_seconds)
+        ):
             if len(times) % 2 == 0:
                 first = _block(baseline, calls, timer)
                 times.append((first, _block(candidate, calls, timer)))
@@ -177,6 +182,15 @@ def _measure(
         if collecting:
             gc.enable()
     return times
+
+
+def _goes_on(times: list[tuple[float, float]], spent: float, min_seconds: float) -> bool:
+    if not min_seconds <= spent < _PATIENCE * min_seconds:
+        return spent < min_seconds
+    # Asks for the width alone: to go on until the interval excludes 1 would find differences where there are none.
+    ratios = tuple(ours / theirs for theirs, ours in times)
+    low, high = median_interval(ratios)
+    return high - low > _WIDE * statistics.median(ratios)
 
 
 def _warm(program: Callable[[], object], seconds: float, timer: Callable[[], float]) -> float:
