@@ -136,21 +136,31 @@ def eager(model: Callable[..., Any], kwargs: dict[str, Any]) -> Call:
     return call
 
 
-def rewritten(model: nn.Module, kwargs: dict[str, Any], preset: str = "exact") -> nn.Module:
+def rewritten(model: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
+    """What a compiler or an engine is given: the graph with what they do not find by themselves."""
     from regraft.optimize import presets
 
     gm = rg.trace(model, (), kwargs)
-    for transformation in presets.resolve(preset):
+    for transformation in presets.resolve("compile"):
         gm = transformation(gm, lint_and_recompile=False)
     return rg.LintAndRecompile()(gm)
 
 
-def regraft(model: nn.Module, kwargs: dict[str, Any]) -> Call:
-    return eager(rewritten(model, kwargs), kwargs)
+def regraft(model: nn.Module, kwargs: dict[str, Any], transformations: Any = None, engine: str = "torch") -> Call:
+    """What a user gets from `optimize`; its set-up is capturing, verifying and measuring each step."""
+    return eager(rg.optimize(model, (), kwargs, transformations=transformations, engine=engine).model, kwargs)
+
+
+def regraft_auto(model: nn.Module, kwargs: dict[str, Any]) -> Call:
+    return regraft(model, kwargs, engine="auto")
+
+
+def regraft_fast(model: nn.Module, kwargs: dict[str, Any]) -> Call:
+    return regraft(model, kwargs, "fast")
 
 
 def regraft_compiled(model: nn.Module, kwargs: dict[str, Any]) -> Call:
-    return compiled(rewritten(model, kwargs, "compile"), kwargs)
+    return compiled(rewritten(model, kwargs), kwargs)
 
 
 def compiled(model: nn.Module, kwargs: dict[str, Any]) -> Call:
@@ -204,11 +214,11 @@ def openvino_float32(model: nn.Module, kwargs: dict[str, Any]) -> Call:
 
 
 def regraft_onnxruntime(model: nn.Module, kwargs: dict[str, Any]) -> Call:
-    return onnxruntime(rewritten(model, kwargs, "compile"), kwargs)
+    return onnxruntime(rewritten(model, kwargs), kwargs)
 
 
 def regraft_openvino_float32(model: nn.Module, kwargs: dict[str, Any]) -> Call:
-    return openvino_float32(rewritten(model, kwargs, "compile"), kwargs)
+    return openvino_float32(rewritten(model, kwargs), kwargs)
 
 
 def _tensors(kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -219,6 +229,7 @@ FLOAT32: dict[str, Callable[..., Call]] = {
     "eager": eager,
     "eager again": eager,
     "regraft": regraft,
+    "regraft, auto": regraft_auto,
     "regraft + compile": regraft_compiled,
     "compile": compiled,
     "compile, freezing": frozen,
@@ -230,7 +241,7 @@ FLOAT32: dict[str, Callable[..., Call]] = {
 # The model in bfloat16; but ONNX Runtime has few such kernels, and OpenVINO goes down from float32 by itself.
 BFLOAT16 = {name: make for name, make in FLOAT32.items() if "onnxruntime" not in name and "openvino" not in name}
 OWN_BFLOAT16: dict[str, Callable[..., Call]] = {
-    "regraft, ReducePrecision": lambda model, kwargs: eager(rewritten(model, kwargs, "fast"), kwargs),
+    "regraft, fast": regraft_fast,
     "openvino default": openvino,
 }
 

@@ -12,7 +12,7 @@ from models import decoder, heads, ids, image
 import regraft as rg
 from regraft.dropin import Entry, grafts_of
 from regraft.optimize.engines import ENGINES, choosing
-from regraft.optimize.engines.flat import Flat
+from regraft.optimize.engines.flat import Engine, Flat
 from regraft.optimize.subjects import Graph
 
 EXACT = {"transformations": [rg.FoldBatchNorm(), rg.MergeLinears()], "seconds": 0.01}
@@ -23,7 +23,9 @@ def available(name: str) -> None:
         pytest.skip(f"{name} is not installed")
 
 
-@pytest.mark.parametrize("name", ["onnxruntime", "openvino", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["onednn", "onnxruntime", "openvino", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_an_engine_runs_the_model(name: str) -> None:
     available(name)
     model = heads()
@@ -132,7 +134,7 @@ def test_nothing_rewritten_adds_nothing_to_an_engine() -> None:
 def test_auto_takes_the_fastest_that_is_right(monkeypatch) -> None:
     from regraft.verify import Comparison
 
-    ratios = {"inductor": 0.9, "onnxruntime": 0.5, "openvino": 1.5}
+    ratios = {"onednn": 0.95, "inductor": 0.9, "onnxruntime": 0.5, "openvino": 1.5}
     build = lambda flat: lambda inputs: flat.module(*inputs)
     monkeypatch.setattr(choosing, "missing_packages", lambda name: ())
     monkeypatch.setattr(choosing.importlib, "import_module", lambda name: type("A", (), {"build": staticmethod(build)}))
@@ -153,3 +155,151 @@ def test_an_engine_that_is_not_installed_says_how_to_get_it(monkeypatch) -> None
     monkeypatch.setattr(choosing, "missing_packages", lambda name: ("openvino",))
     with pytest.raises(ImportError, match=r"pip install 'regraft\[openvino\]'"):
         rg.optimize(heads(), (image(),), engine="openvino")
+
+
+def taken_over(name: str, **options) -> tuple[torch.nn.Module, torch.nn.Module, Engine]:
+    """A model, its drop-in, and the engine that runs that one."""
+    available(name)
+    model = heads()
+    result = rg.optimize(model, kwargs={"x": image()}, engine=name, keep="all", **{**EXACT, **options})
+    assert result.graphs[0].engine.engine == name, result
+    return model, result.model, grafts_of(result.model).entries[0].engine
+
+
+def runs(engine: Engine, model: torch.nn.Module, x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], int]:
+    """What a drop-in gives, and how often its engine was asked for it."""
+    times, run = [], engine._run
+    engine._run = lambda inputs: times.append(1) or run(inputs)
+    try:
+        with torch.no_grad():
+            return model(x), len(times)
+    finally:
+        engine._run = run
+
+
+def same(found: tuple[torch.Tensor, ...], model: torch.nn.Module, x: torch.Tensor) -> None:
+    with torch.no_grad():
+        for a, b in zip(found, model(x), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["onednn", "onnxruntime", "openvino"])
+def test_an_engine_is_left_alone_once_a_weight_was_written_to(name: str) -> None:
+    model, twin, engine = taken_over(name, transformations=[rg.RemoveDeadWork()])
+    found, times = runs(engine, twin, image())
+    assert times == 1
+    same(found, model, image())
+    with torch.no_grad():
+        twin.q.weight.mul_(2)  # which the model shares, and the graph reads
+    found, times = runs(engine, twin, image())
+    assert times == 0
+    same(found, model, image())
+
+
+@pytest.mark.parametrize("write", ["folded weight", "other memory", "hook", "training"])
+def test_an_engine_is_left_alone_once_its_graph_is_another(write: str) -> None:
+    _, twin, engine = taken_over("onednn")
+    gm = engine._gm
+    heard = []
+    if write == "folded weight":
+        with torch.no_grad():
+            gm.get_submodule("conv").bias.add_(1)
+    elif write == "other memory":
+        weight = gm.get_submodule("conv").weight
+        weight.data = weight.detach() * 2
+    elif write == "hook":
+        gm.get_submodule("conv").register_forward_hook(lambda *_: heard.append(1))
+    else:
+        gm.get_submodule("conv").train()
+    with torch.no_grad():
+        expected = gm(x=image())
+    heard.clear()
+    found, times = runs(engine, twin, image())
+    assert times == 0
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    assert len(heard) == (write == "hook")
+
+
+def test_another_rewrite_of_its_graph_leaves_the_engine_alone() -> None:
+    _, twin, engine = taken_over("onednn")
+    engine._gm.graph.find_nodes(op="output")[0].args = (engine._gm.graph.find_nodes(op="output")[0].args[0][::-1],)
+    engine._gm.recompile()
+    found, times = runs(engine, twin, image())
+    assert times == 0
+    assert [part.shape[-1] for part in found] == [4, 8]
+
+
+def test_under_autocast_and_for_other_sizes_the_graph_runs() -> None:
+    model, twin, engine = taken_over("onednn")
+    with torch.autocast("cpu", torch.bfloat16):
+        found, times = runs(engine, twin, image())
+        expected = model(image())
+    assert times == 0
+    assert [part.dtype for part in found] == [part.dtype for part in expected] == [torch.bfloat16] * 2
+    for batch, times in ((2, 1), (3, 1)):
+        assert runs(engine, twin, image(batch))[1] == times
+        same(twin(image(batch)), model, image(batch))
+
+
+def test_onednn_takes_inputs_of_any_strides_and_leaves_them_as_they_are() -> None:
+    model, twin, engine = taken_over("onednn")
+    x = image()
+    for given in (x, x.transpose(2, 3), x.contiguous(memory_format=torch.channels_last), x[:1].expand(2, 3, 6, 6)):
+        before = given.clone()
+        found, times = runs(engine, twin, given)
+        assert times == 1
+        same(found, model, given)
+        assert torch.equal(given, before)
+    first, _ = runs(engine, twin, x)
+    kept = [part.clone() for part in first]
+    runs(engine, twin, x + 1)
+    assert all(map(torch.equal, first, kept)), "a result is not written to by the next call"
+
+
+def test_onednn_leaves_the_settings_of_the_process() -> None:
+    for setting in (True, False):
+        torch.jit.enable_onednn_fusion(setting)
+        taken_over("onednn")
+        assert torch.jit.onednn_fusion_enabled() is setting
+
+
+@pytest.mark.parametrize(
+    ("engine", "keep", "tried"),
+    [("torch", "measured", ["onednn"]), ("torch", "all", []), ("eager", "measured", []), ("onednn", "all", ["onednn"])],
+)
+def test_torch_tries_what_comes_with_it(engine: str, keep: str, tried: list[str]) -> None:
+    found = rg.optimize(heads(), kwargs={"x": image()}, engine=engine, keep=keep, **EXACT).graphs[0].engine
+    assert list(found.tried if found else []) == tried
+
+
+def test_torch_tries_nothing_for_the_calls_of_generate() -> None:
+    result = rg.optimize(decoder("Llama"), kwargs={"input_ids": ids()}, transformations=[], seconds=0.01)
+    assert len(result.graphs) > 1
+    assert [graph.engine is not None for graph in result.graphs] == [True] + [False] * (len(result.graphs) - 1)
+
+
+class Counting(torch.nn.Module):
+    """A model that writes to a buffer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 6)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return self.layer(x) * self.calls
+
+
+def test_a_graph_that_writes_or_is_listened_to_is_given_to_no_engine() -> None:
+    options = {"transformations": [], "keep": "all", "seconds": 0.01, "verify": False}
+    found = rg.optimize(Counting().eval(), (torch.randn(2, 6),), engine="onednn", **options)
+    assert "not tried: the graph writes to calls" in str(found.graphs[0].engine)
+    gm = rg.trace(heads(), (image(),))
+    gm.get_submodule("conv").register_forward_hook(lambda *_: None)
+    assert choosing._obstacle(gm) == "conv has a hook, which an engine would not call"
+    with torch.inference_mode():
+        model = heads().requires_grad_(False)
+    found = rg.optimize(model, (image(),), engine="onednn", **options)
+    assert "made in inference mode" in str(found.graphs[0].engine)

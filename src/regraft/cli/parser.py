@@ -9,7 +9,7 @@ DYNAMIC = ("auto", "none")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 KEEP = ("measured", "all")
 PRESETS = ("exact", "fast", "compile")
-ENGINES = ("torch", "inductor", "onnxruntime", "openvino", "auto")
+ENGINES = ("torch", "eager", "onednn", "inductor", "onnxruntime", "openvino", "auto")
 
 MODEL_HELP = """\
 MODEL is one of

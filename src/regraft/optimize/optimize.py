@@ -16,7 +16,7 @@ from regraft.optimize.result import Optimized
 from regraft.optimize.subjects import subject_of
 from regraft.optimize.work import Settings, Work
 
-_ENGINES = ("torch", *ENGINES, "auto")
+_ENGINES = ("torch", "eager", *ENGINES, "auto")
 
 
 def optimize(
@@ -47,8 +47,10 @@ def optimize(
             transformers model's config names them.
         verify: Compare the result with the model, and take back what is wrong.
         keep: `"measured"` keeps what pays on this machine, `"all"` keeps everything that is right.
-        engine: What runs the rewritten graph: `"torch"`, `"inductor"`, `"onnxruntime"`, `"openvino"`, or `"auto"`,
-            which measures those that are installed and keeps the fastest one that is right.
+        engine: What runs the rewritten graph: `"torch"`, its Python code and, where that is measured to be faster,
+            oneDNN Graph for calls of the example's sizes; `"eager"`, its Python code and nothing else; `"onednn"`,
+            `"inductor"`, `"onnxruntime"`, `"openvino"`; or `"auto"`, which measures those that are installed and keeps
+            the fastest one that is right. Calls that an engine does not cover run the graph itself.
         seconds: How long to measure each step.
 
     Returns:
@@ -75,7 +77,7 @@ def optimize(
     if engine not in _ENGINES:
         raise ValueError(f"engine={engine!r}, but takes one of {', '.join(map(repr, _ENGINES))}")
     expect_installed(engine)
-    if engine != "torch" and isinstance(model, (fx.GraphModule, ExportedProgram)):
+    if engine not in ("torch", "eager") and isinstance(model, (fx.GraphModule, ExportedProgram)):
         raise ValueError(
             f"engine={engine!r} needs a module, whose drop-in can call it, and a {type(model).__name__} comes back as "
             f"one: regraft.optimize(module, args, engine={engine!r})"

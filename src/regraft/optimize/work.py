@@ -182,12 +182,10 @@ class Work:
 
     def measure(self, engine: str) -> None:
         """Time what came of each graph against the original, and let go of what does not pay."""
-        if engine != "torch":
-            for graph in self.graphs:
-                self.progress.next(f"{graph.name}: {engine}")
-                if graph.name in self.entries:
-                    entry = self.entries[graph.name]
-                    self.engines[graph.name] = adopt_engine(engine, graph, entry, self.seconds, self.measured)
+        for graph in self._for(engine):
+            self.progress.next(f"{graph.name}: {engine}")
+            entry = self.entries[graph.name]
+            self.engines[graph.name] = adopt_engine(engine, graph, entry, self.seconds, self.measured)
         for graph in self.graphs:
             if graph.name in self.verdicts:
                 continue
@@ -197,6 +195,13 @@ class Work:
             )
             self.benchmarks[graph.name] = found
             self.verdicts[graph.name] = self._verdict(graph, found)
+
+    def _for(self, engine: str) -> list[Graph]:
+        """The graphs for which an engine is tried; torch's own is made for one size, that of the caller's call."""
+        if self.subject.twin is None or engine == "eager" or (engine == "torch" and not self.measured):
+            return []
+        graphs = self.graphs[:1] if engine == "torch" else self.graphs
+        return [graph for graph in graphs if graph.name in self.entries]
 
     def _program(self, graph: Graph) -> Any:
         return graph.gm if self.subject.twin is None else self.subject.twin

@@ -6,7 +6,7 @@ import copy
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch.fx import GraphModule
 
 from regraft.capture import caches
 from regraft.core.history import history, undo
+from regraft.core.modules import graph_modules
+from regraft.core.mutation import Mutations
 from regraft.dropin import Entry
 from regraft.optimize.engines.flat import Engine, Flat
 from regraft.optimize.presets import PACKING
@@ -25,10 +27,13 @@ logger = logging.getLogger("regraft")
 
 #: the engines by name: the file here that knows each, and the packages that it needs
 ENGINES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "onednn": ("onednn_graph", ()),
     "inductor": ("inductor", ()),
     "onnxruntime": ("onnx_runtime", ("onnx", "onnxscript", "onnxruntime")),
     "openvino": ("open_vino", ("openvino",)),
 }
+#: what is tried where torch itself is to run the graph: what comes with it, and needs neither a compiler nor a package
+OF_TORCH = ("onednn",)
 # An engine may order sums otherwise than torch does, and there are as many in a row as the model is deep.
 _FACTOR = 4.0
 
@@ -90,7 +95,7 @@ def adopt_engine(wanted: str, graph: Graph, entry: Entry, seconds: float, measur
     Where rewriting makes an engine slower, it is given the graph as it was captured.
 
     Args:
-        wanted: The engine's name; `"auto"` for the fastest of those installed.
+        wanted: The engine's name; `"auto"` for the fastest of those installed, `"torch"` for what torch has in it.
         graph: The graph.
         entry: What the drop-in runs; its engine is set.
         seconds: How long to measure each.
@@ -100,7 +105,7 @@ def adopt_engine(wanted: str, graph: Graph, entry: Entry, seconds: float, measur
     comparisons: dict[str, Comparison] = {}
     rewriting: dict[str, Comparison] = {}
     best, taken = 1.0, "torch"
-    for name in [name for name in ENGINES if not missing_packages(name)] if wanted == "auto" else [wanted]:
+    for name in _names(wanted):
         engine = _built(name, graph, _without(graph.gm, PACKING), tried)
         if engine is None:
             continue
@@ -120,15 +125,26 @@ def adopt_engine(wanted: str, graph: Graph, entry: Entry, seconds: float, measur
     return EngineResult(taken, tried, comparisons, rewriting)
 
 
+def _names(wanted: str) -> Sequence[str]:
+    if wanted == "auto":
+        return [name for name in ENGINES if not missing_packages(name)]
+    return OF_TORCH if wanted == "torch" else (wanted,)
+
+
 def _built(name: str, graph: Graph, gm: GraphModule, tried: dict[str, str]) -> Engine | None:
     """The engine for a graph, if it can be had and is right."""
     args, kwargs = graph.inputs
     if args:
         tried[name] = "not tried: the call has positional arguments; give them by name"
         return None
+    obstacle = _obstacle(gm)
+    if obstacle is not None:
+        tried[name] = f"not tried: {obstacle}"
+        return None
     try:
         flat = Flat(gm, kwargs)
-        engine = Engine(flat, importlib.import_module(f"regraft.optimize.engines.{ENGINES[name][0]}").build(flat))
+        adapter = importlib.import_module(f"regraft.optimize.engines.{ENGINES[name][0]}")
+        engine = Engine(flat, adapter.build(flat), graph.gm)
     except Exception as error:  # whatever an engine raises that has no form for a graph
         text = (str(error).strip().splitlines() or [""])[0]
         tried[name] = f"cannot run it ({type(error).__name__}: {text[:160]})"
@@ -138,6 +154,19 @@ def _built(name: str, graph: Graph, gm: GraphModule, tried: dict[str, str]) -> E
         tried[name] = f"is not right: {worst_sentence(found)}"
         return None
     return engine
+
+
+def _obstacle(gm: GraphModule) -> str | None:
+    """What a graph does beside giving its results, which an engine would not do."""
+    for name, module in gm.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            return f"{name or 'the graph module'} has a hook, which an engine would not call"
+    for part in graph_modules(gm).values():
+        mutations = Mutations(part)
+        for node in part.graph.nodes:
+            if node.op in ("placeholder", "get_attr") and mutations.of(node):
+                return f"the graph writes to {node.target}"
+    return None
 
 
 def _without(gm: GraphModule, transformations: Collection[str] | None) -> GraphModule:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,8 +15,11 @@ from torch.utils import _pytree as pytree
 
 from regraft.capture import caches
 from regraft.capture.codegen import CallingCodeGen
+from regraft.core.errors import NotCovered
 from regraft.core.fx_private import codegen_of
 from regraft.core.graph_module import GraphModule as OwnGraphModule
+from regraft.core.ordinary import ORDINARY, ordinary_call
+from regraft.dropin.watch import Watch
 
 Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
@@ -85,38 +89,68 @@ class Flat:
                 tensor = torch.cat([tensor, tensor], dim=axis) if tensor.shape[axis] == 1 else tensor
             sample.append(tensor)
         with torch.no_grad():
-            return torch.export.export(
-                _Tensors(self.module), tuple(sample), dynamic_shapes=(tuple(axes),), strict=False
-            )
+            return torch.export.export(Tensors(self.module), tuple(sample), dynamic_shapes=(tuple(axes),), strict=False)
 
 
-class _Tensors(torch.nn.Module):
-    """A graph module that returns its tensors in a tuple."""
+class Tensors(torch.nn.Module):
+    """A graph module that returns its tensors in a tuple, for inference."""
 
     def __init__(self, module: GraphModule) -> None:
         super().__init__()
+        self.training = False
         self.module = module
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The tensors among the results."""
         return tuple(leaf for leaf in pytree.tree_leaves(self.module(*inputs)) if isinstance(leaf, Tensor))
 
 
 class Engine:
-    """A graph that an engine runs.
+    """A graph that an engine runs wherever that gives what the graph itself would; elsewhere the graph runs.
+
+    An engine has the values of the weights in it. So it is left alone once a weight was written to, a layer was given a
+    hook or the graph was rewritten, and in calls in which torch would do more than compute: autocast, tracing, modes,
+    functional transforms.
 
     Args:
-        flat: The graph.
-        run: The engine: from the graph's inputs to its results.
+        flat: The graph that the engine was given.
+        run: The engine: from that graph's inputs to its results. It raises `NotCovered` for sizes that are not its own.
+        gm: The graph that runs elsewhere.
+
+    Raises:
+        ValueError: A weight was made in inference mode, where nobody could tell whether it is written to later.
     """
 
-    def __init__(self, flat: Flat, run: Run) -> None:
+    def __init__(self, flat: Flat, run: Run, gm: GraphModule) -> None:
         self._flat = flat
         self._run = run
+        self._gm = gm
+        self._forward = type(gm).forward
+        both = (flat.module, gm)  # the graph that an engine was given may be another
+        if any(t.is_inference() for module in both for t in chain(module.parameters(), module.buffers())):
+            raise ValueError("its weights were made in inference mode, where torch does not count what is written")
+        self._watches = [Watch(module, ()) for module in both]
 
     def __call__(self, call: Mapping[str, Any]) -> Any:
         """Run a call.
 
         Args:
             call: The call, by name.
+
+        Raises:
+            NotCovered: The graph does not hold for these sizes.
         """
-        return self._flat.give(self._run(self._flat.take(call)))
+        inputs = self._flat.take(call)
+        if self._may_run(inputs):
+            try:
+                return self._flat.give(self._run(inputs))
+            except NotCovered:
+                pass
+        return self._gm.forward(**call)
+
+    def _may_run(self, inputs: Sequence[Tensor]) -> bool:
+        if not ordinary_call() or not all(type(tensor) in ORDINARY for tensor in inputs):
+            return False
+        if type(self._gm).forward is not self._forward:
+            return False
+        return not any(watch.training or watch.hooked or watch.change() is not None for watch in self._watches)

@@ -1,0 +1,72 @@
+"""oneDNN Graph, which comes with torch, through a frozen TorchScript program.
+
+It plans layouts and fuses across a whole network, where `PrepackForCpu` goes one layer at a time. TorchScript is the
+only public way to it and is deprecated, so a torch without it says so here, and the graph runs as it is.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regraft.core.errors import NotCovered
+from regraft.optimize.engines.flat import Flat, Run, Tensors
+
+_CALLS = 3
+"""So many calls until a program is what it stays: one is observed, the next is compiled for what was seen."""
+
+
+def build(flat: Flat) -> Run:
+    """Make a program of a graph, for inputs of the sizes of the sample.
+
+    Args:
+        flat: The graph.
+
+    Raises:
+        Exception: What TorchScript and oneDNN raise where they have no form for the graph.
+    """
+    sample = tuple(_usual(flat.sample))
+    sizes = [tensor.shape for tensor in sample]
+    with warnings.catch_warnings(), torch.no_grad(), _fusing():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        program = torch.jit.freeze(torch.jit.trace(Tensors(flat.module), sample, check_trace=False))
+        _expect_understood(program)
+        for _ in range(_CALLS):
+            program(*sample)
+
+    def run(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        if [tensor.shape for tensor in inputs] != sizes:
+            raise NotCovered(f"the program was made for inputs of the sizes {[tuple(size) for size in sizes]}")
+        with torch.no_grad():
+            results: Sequence[Tensor] = program(*_usual(inputs))
+        return results
+
+    return run
+
+
+def _expect_understood(program: torch.jit.ScriptModule) -> None:
+    """Refuse what oneDNN Graph takes for something else: GELU by tanh for the exact one, off by up to 5e-4."""
+    graph: Any = program.graph
+    for node in graph.findAllNodes("aten::gelu"):
+        if list(node.inputs())[1].toIValue() != "none":
+            raise ValueError("oneDNN Graph takes GELU by tanh for the exact one")
+
+
+def _usual(inputs: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The inputs, dense: a program looks at their sizes, but takes their strides to be those that it has seen."""
+    return (tensor.contiguous() for tensor in inputs)
+
+
+@contextmanager
+def _fusing() -> Iterator[None]:
+    before = torch.jit.onednn_fusion_enabled()
+    torch.jit.enable_onednn_fusion(True)
+    try:
+        yield
+    finally:
+        torch.jit.enable_onednn_fusion(before)

@@ -1,0 +1,148 @@
+"""oneDNN Graph computes what torch does, operator by operator, wherever it fuses; what it does not is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from regraft.core.errors import NotCovered
+from regraft.optimize.engines import onednn_graph
+
+SIZE = (2, 6, 12, 10)
+Function = Callable[[Tensor], Tensor]
+
+
+@cache
+def weight(*sizes: int) -> Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(sum(sizes)))
+
+
+W6, W8, W10 = weight(6), weight(8), weight(10)
+OPERATORS: dict[str, Function] = {
+    "conv": lambda x: F.conv2d(x, weight(8, 6, 3, 3), W8, 2, 1),
+    "conv dilated": lambda x: F.conv2d(x, weight(8, 6, 3, 3), None, 1, 2, 2),
+    "conv padded to the same": lambda x: F.conv2d(x, weight(8, 6, 3, 3), W8, padding="same"),
+    "conv in groups": lambda x: F.conv2d(x, weight(8, 3, 3, 3), W8, groups=2),
+    "conv by channel": lambda x: F.conv2d(x, weight(6, 1, 3, 3), W6, 1, 1, 1, 6),
+    "transposed conv": lambda x: F.conv_transpose2d(x, weight(6, 8, 3, 3), W8, 2, 1, 1),
+    "batch norm": lambda x: F.batch_norm(x, W6, W6.abs() + 0.1, W6 + 1, W6, eps=1e-2),
+    "layer norm": lambda x: F.layer_norm(x, [10], W10, W10, eps=0.3),
+    "group norm": lambda x: F.group_norm(x, 3, W6, W6),
+    "max pool": lambda x: F.max_pool2d(x, 3, 2, 1, ceil_mode=True),
+    "max pool dilated": lambda x: F.max_pool2d(x, 3, 1, 1, 2),
+    "average pool": lambda x: F.avg_pool2d(x, 3, 2, 1, ceil_mode=True),
+    "average pool without the padding": lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
+    "average pool by a divisor": lambda x: F.avg_pool2d(x, 3, 2, 1, divisor_override=5),
+    "adaptive pool": lambda x: F.adaptive_avg_pool2d(x, (3, 2)),
+    "add a multiple": lambda x: torch.add(x, x.relu(), alpha=2.5),
+    "add a multiple of a number": lambda x: torch.add(x, 1.5, alpha=3),
+    "subtract a multiple": lambda x: torch.sub(x, x.tanh(), alpha=2.5),
+    "subtract from": lambda x: torch.rsub(x, x.tanh(), alpha=2),
+    "add a mean": lambda x: x + x.mean((2, 3), keepdim=True),
+    "multiply by a column": lambda x: x * x.mean(3, keepdim=True),
+    "divide": lambda x: x / (x.abs() + 1),
+    "power": lambda x: (x.abs() + 1) ** -1.5,
+    "power of a number": lambda x: 2.0**x,
+    "softmax": lambda x: x.softmax(1),
+    "log softmax": lambda x: x.log_softmax(-1),
+    "linear": lambda x: F.linear(x, weight(5, 10), weight(5)),
+    "matmul": lambda x: x @ x.transpose(2, 3),
+    "matmul with fewer axes": lambda x: x @ weight(10, 7),
+    "einsum": lambda x: torch.einsum("bchw,bcHw->bchH", x, x),
+    "attention": lambda x: ((x @ x.transpose(2, 3)) / 3.1 + torch.ones(12, 12).tril()).softmax(-1) @ x,
+    "attention, masked": lambda x: (x @ x.mT * 0.3).masked_fill(torch.ones(12, 12).tril() == 0, -9e9).softmax(-1) @ x,
+    "fused attention": lambda x: F.scaled_dot_product_attention(x, x, x, scale=0.7),
+    "fused causal attention": lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+    "fused attention with a mask": lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=x @ x.mT),
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "mish": F.mish,
+    "elu": lambda x: F.elu(x, 0.3),
+    "celu": lambda x: F.celu(x, 0.3),
+    "selu": F.selu,
+    "leaky relu": lambda x: F.leaky_relu(x, 0.3),
+    "prelu": lambda x: F.prelu(x, W6),
+    "softplus": lambda x: F.softplus(x, 2.0, 1.0),
+    "hardsigmoid": F.hardsigmoid,
+    "hardswish": F.hardswish,
+    "relu6": F.relu6,
+    "hardtanh": lambda x: F.hardtanh(x, -0.3, 0.4),
+    "clamp from below": lambda x: x.clamp(min=0.2),
+    "clamp from above": lambda x: x.clamp(max=0.2),
+    "clamp": lambda x: x.clamp(-0.1, 0.2),
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "exp": torch.exp,
+    "square root": lambda x: x.abs().sqrt(),
+    "square": torch.square,
+    "log": lambda x: (x.abs() + 0.1).log(),
+    "error function": torch.erf,
+    "mean": lambda x: x.mean(1),
+    "sum": lambda x: x.sum((1, 2)),
+    "largest": lambda x: x.amax(1),
+    "larger": lambda x: torch.maximum(x, -x),
+    "variance": lambda x: x.var((2, 3)),
+    "permuted": lambda x: x.permute(0, 2, 3, 1).reshape(2, 12, -1),
+    "concatenated": lambda x: torch.cat([x, x * 2], 1),
+    "chunks": lambda x: torch.add(*x.chunk(2, 1)),
+    "every second": lambda x: x[:, 1::2],
+    "expanded": lambda x: x[:1].expand(2, 6, 12, 10),
+    "chosen": lambda x: torch.where(x > 0.1, x, -x),
+    "padded": lambda x: F.pad(x, (1, 2, 3, 0)),
+    "interpolated": lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"),
+    "shuffled": lambda x: F.pixel_shuffle(x[:, :4], 2),
+    "in float64 between": lambda x: (x.double() * 2).float(),
+    "times whole numbers": lambda x: x * torch.arange(10),
+}
+BEFORE: list[Function] = [lambda x: x, lambda x: F.conv2d(x, weight(6, 6, 1, 1)), lambda x: x @ x.mT @ x * 0.1]
+AFTER: list[Function] = [lambda y: y * 1.1, F.relu, lambda y: y + y.sigmoid()]
+
+
+class Of(nn.Module):
+    """Functions one after the other."""
+
+    def __init__(self, *functions: Function) -> None:
+        super().__init__()
+        self.functions = functions
+
+    def forward(self, x: Tensor) -> Tensor:
+        for function in self.functions:
+            x = function(x)
+        return x
+
+
+def built(module: nn.Module, *sample: Tensor) -> Callable[[list[Tensor]], list[Tensor]]:
+    module(*sample)  # makes its weights, which are not part of the program
+    return onednn_graph.build(SimpleNamespace(module=module, sample=list(sample)))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator(name: str) -> None:
+    for before, after in zip(BEFORE, AFTER, strict=True):
+        module = Of(before, OPERATORS[name], after)
+        run = built(module, weight(*SIZE))
+        x = torch.randn(SIZE)
+        (found,), expected = run([x]), module(x)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_gelu_by_tanh_is_refused() -> None:
+    with pytest.raises(ValueError, match="GELU by tanh"):
+        built(Of(lambda x: F.gelu(F.linear(x, weight(5, 10)), approximate="tanh")), weight(*SIZE))
+
+
+def test_other_sizes_are_not_covered() -> None:
+    run = built(Of(F.relu), weight(*SIZE))
+    with pytest.raises(NotCovered, match=r"\(2, 6, 12, 10\)"):
+        run([weight(3, *SIZE[1:])])
+
+
+def test_it_is_fused_at_all() -> None:
+    built(Of(lambda x: F.relu(F.conv2d(x, weight(6, 6, 1, 1)))), weight(*SIZE))([weight(*SIZE)])
+    assert "oneDNNFusionGroup" in str(torch.jit.last_executed_optimized_graph())
