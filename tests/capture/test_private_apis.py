@@ -163,13 +163,22 @@ def test_keywords_in_export() -> None:
     assert torch_private.keywords_in_export() == []
 
 
-def test_vmap_in_an_exported_graph() -> None:
-    class Rows(nn.Module):
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda x: torch.vmap(lambda row: row.sum())(x),
+        lambda x: torch.func.grad(lambda x: (x**3).sum())(x),
+        lambda x: torch.func.jvp(torch.tanh, (x,), (x,))[1],
+    ],
+)
+def test_transformed_functions_in_an_exported_graph(transformed) -> None:
+    class Transformed(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.vmap(lambda row: row.new_ones([]) * row.sum())(x)
+            return transformed(x)
 
-    program = torch.export.export(Rows(), (torch.ones(2, 3),), strict=False)
-    assert "_add_batch_dim" in [getattr(node.target, "__name__", "") for node in program.graph.nodes]
+    program = torch.export.export(Transformed(), (torch.ones(2, 3),), strict=False)
+    assert any(torch_private.transforms_functions(node.target) for node in program.graph.nodes)
+    assert not any(torch_private.transforms_functions(f) for f in (torch.tanh, operator.add, torch.ops.aten.add.Tensor))
 
 
 def test_sizes_without_the_printer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -429,15 +429,6 @@ def test_a_failed_capture_says_what_it_says_in_its_error_alone(capfd: pytest.Cap
     assert "def forward" not in capfd.readouterr().err
 
 
-def test_a_vectorised_function_is_refused_and_not_half_captured() -> None:
-    class Vectorised(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.vmap(lambda row: row.new_ones([]) * row.sum())(x)
-
-    with pytest.raises(CaptureError, match=r"torch\.vmap"):
-        trace(Vectorised(), (torch.randn(3, 4),))
-
-
 def test_adopting_keeps_the_object() -> None:
     traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2)))
     assert adopt(traced) is traced

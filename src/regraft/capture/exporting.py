@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -118,7 +119,7 @@ def export(
             try:
                 with way(), torch.no_grad(), _quiet():
                     program = torch.export.export(flat, tuple(sample), strict=False, dynamic_shapes=_shapes(axes))
-                _expect_no_vmap(program)
+                _expect_plain_functions(program)
             except Exception as error:  # whatever a model raises when it meets sizes that it does not take
                 failure = error if failure is None or sample is leaves else failure
             else:
@@ -127,11 +128,12 @@ def export(
     raise failure
 
 
-def _expect_no_vmap(program: torch.export.ExportedProgram) -> None:
-    """A vectorised function stands in an exported graph by calls whose effect is a state, not what they return."""
-    for node in program.graph.nodes:
-        if str(getattr(node.target, "__name__", "")) == "_add_batch_dim":
-            raise NotImplementedError("torch.vmap has no form in a graph; write what it vectorises with broadcasting")
+def _expect_plain_functions(program: torch.export.ExportedProgram) -> None:
+    """A transformed function stands in an exported graph by calls whose effect is a state, not what they return."""
+    graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+    for node in chain.from_iterable(graph.nodes for graph in graphs):
+        if torch_private.transforms_functions(node.target):
+            raise NotImplementedError("what torch.vmap and torch.func make of a function has no form in a graph")
 
 
 def _shapes(axes: Axes) -> Any:

@@ -13,6 +13,7 @@ from torch import nn
 
 from regraft.core.errors import CaptureError
 
+_TRANSFORMED = "inside of a transformed function"
 _CURES = (
     (
         ("DataDependent", "data-dependent", "Could not guard", "Could not extract specialized"),
@@ -22,8 +23,25 @@ _CURES = (
         ),
     ),
     (
-        ("torch.vmap",),
-        "take the call of torch.vmap out of the traced path, or capture the parts of the model before and after it",
+        ("torch.vmap", "functorch", _TRANSFORMED),
+        (
+            "write what torch.vmap vectorises with broadcasting, and what torch.func derives as a formula, or capture "
+            "the parts of the model before and after it with rg.trace"
+        ),
+    ),
+    (
+        ("fake tensor in the exported program constant",),
+        (
+            "where the model takes a gradient inside of its forward (torch.autograd.grad), write that as a formula, or "
+            "capture the parts of the model before and after it with rg.trace"
+        ),
+    ),
+    (
+        ("devices, meta and", "and meta!"),
+        (
+            "what is on the meta device has no values: load the weights, as in model.to_empty(device='cpu') and "
+            "model.load_state_dict(...), or capture with every weight and input on the meta device"
+        ),
     ),
     (
         ("TraceError", "symbolically traced variables", "Proxy"),
@@ -59,11 +77,17 @@ def capture_error(model: nn.Module, error: BaseException) -> CaptureError:
     """
     said = str(error).strip().splitlines()
     reason = f"{type(error).__name__}: {said[0] if said else 'no message'}"
-    text = f"{type(error).__name__} {error}"
+    text = f"{type(error).__name__} {error}{f' {_TRANSFORMED}' if _in_transform(error) else ''}"
     cure = next((cure for signs, cure in _CURES if any(sign in text for sign in signs)), _ELSE)
     return CaptureError(
         f"{type(model).__name__} cannot be captured, because of {_where(model, error)}\n  {reason}\n{cure}"
     )
+
+
+def _in_transform(error: BaseException) -> bool:
+    """Whether a function that `torch.vmap` or `torch.func` transforms was being run; the message seldom says so."""
+    homes = {inspect.getsourcefile(function) for function in (torch.vmap, torch.func.grad, torch.func.jvp)}
+    return any(frame.filename in homes for part in _chain(error) for frame in traceback.extract_tb(part))
 
 
 def _where(model: nn.Module, error: BaseException) -> str:

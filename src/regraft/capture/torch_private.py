@@ -84,6 +84,15 @@ def symbolic_expression(size: Any) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
+def transforms_functions(target: Any) -> bool:
+    """Whether a node's target is a part of `torch.vmap`, `torch.func.grad`, `torch.func.jvp` and the like.
+
+    Their calls change a state of torch's, which says how what lies between them is computed. Where torch moves them
+    they would stand in a graph as they did before they were known here: a rewrite could take one for unread.
+    """
+    return str(getattr(target, "__module__", "")).startswith("torch._functorch.")
+
+
 def keywords_in_export() -> list[str]:
     """The names of the keyword arguments, where `torch.export` runs a graph module; none elsewhere.
 

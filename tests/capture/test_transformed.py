@@ -1,0 +1,101 @@
+"""Models that transform functions, take gradients or mix devices: captured and right, or refused with a cure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import regraft as rg
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Model(nn.Module):
+    """A layer, a scale, and a forward that is given."""
+
+    def __init__(self, function: Callable[[Model, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 4), nn.Parameter(torch.rand(4))
+        self.function = [function]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function[0](self, x)
+
+
+def energy(m: Model, x: Tensor) -> Tensor:
+    return m.layer(x).tanh().sum()
+
+
+def gradient(x: Tensor, value: Callable[[Tensor], Tensor]) -> Tensor:
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(value(x), x)[0]
+
+
+TRANSFORMED: dict[str, Callable[[Model, Tensor], Tensor]] = {
+    "vmap of a layer": lambda m, x: torch.vmap(m.layer)(x),
+    "vmap of a function": lambda m, x: torch.vmap(lambda a, b: (a * b).sum())(m.layer(x), x),
+    "vmap, its argument read for its shape alone": lambda m, x: torch.vmap(lambda r: r.new_ones([]) * r.sum())(x),
+    "grad of a layer": lambda m, x: torch.func.grad(lambda x: energy(m, x))(x),
+    "grad without weights": lambda m, x: torch.func.grad(lambda x: (x**3).sum())(x),
+    "jacrev": lambda m, x: torch.func.jacrev(lambda x: m.layer(x).tanh())(x),
+    "jvp": lambda m, x: torch.func.jvp(lambda x: m.layer(x).tanh(), (x,), (torch.ones_like(x),))[1],
+    "vmap of grad": lambda m, x: torch.vmap(torch.func.grad(lambda row: energy(m, row)))(x),
+}
+
+
+@pytest.mark.parametrize("how", [rg.trace, rg.optimize])
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_a_transformed_function_is_refused_and_not_half_captured(name: str, how: Callable[..., object]) -> None:
+    with pytest.raises(rg.CaptureError, match=r"torch\.vmap vectorises with broadcasting.*torch\.func derives"):
+        how(Model(TRANSFORMED[name]).eval(), (X,))
+
+
+def test_a_gradient_inside_of_a_forward_is_captured_where_export_derives_it() -> None:
+    model = Model(lambda m, x: gradient(x, lambda x: (m.scale * x).sin().sum())).eval()
+    gm = rg.trace(model, (X,))
+    other = torch.randn(3, 4)
+    torch.testing.assert_close(gm(other), model(other))
+
+
+def test_a_gradient_inside_of_a_forward_is_refused_where_it_does_not() -> None:
+    model = Model(lambda m, x: gradient(x, lambda x: energy(m, x))).eval()
+    with pytest.raises(rg.CaptureError, match=r"torch\.autograd\.grad.*as a formula"):
+        rg.trace(model, (X,))
+
+
+def test_other_weights_by_functional_call_are_captured() -> None:
+    def call(m: Model, x: Tensor) -> Tensor:
+        return torch.func.functional_call(m.layer, {"weight": m.layer.weight * m.scale}, (x,))
+
+    model = Model(call).eval()
+    gm = rg.trace(model, (X,), dynamic_shapes="auto")
+    for x in (X, X.repeat(3, 1)):
+        torch.testing.assert_close(gm(x), model(x))
+
+
+META: dict[str, Callable[[Model, Tensor], Tensor]] = {
+    "of no use": lambda m, x: m.layer(x),
+    "read for its shape": lambda m, x: m.layer(x) * m.scale.shape[0] + torch.empty(3, device="meta").numel(),
+}
+
+
+@pytest.mark.parametrize("name", META)
+def test_a_weight_on_the_meta_device_that_is_not_computed_with(name: str) -> None:
+    model = Model(META[name]).eval()
+    model.scale = nn.Parameter(model.scale.to("meta"))
+    for gm in (rg.trace(model, (X,)), rg.optimize(model, (X,)).model):
+        with torch.no_grad():
+            torch.testing.assert_close(gm(X), model(X))
+
+
+def test_a_weight_on_the_meta_device_is_named_as_the_cause() -> None:
+    model = Model(lambda m, x: m.layer(x) * m.scale).eval()
+    model.scale = nn.Parameter(model.scale.to("meta"))
+    with pytest.raises(rg.CaptureError, match=r"meta device has no values: load the weights"):
+        rg.trace(model, (X,))
+    gm = rg.trace(model.to("meta"), (X.to("meta"),))
+    assert gm(X.to("meta")).is_meta
