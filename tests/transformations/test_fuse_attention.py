@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 import regraft as rg
 from helpers import Wrap, assert_matches_float64, check_applied, check_refused, randomise
+from regraft.core.vocabulary import read
+from regraft.transformations._attention import untransposed
 
 B, H, L, S, D = 2, 3, 5, 7, 4
 Q, K, V = torch.randn(B, H, L, D), torch.randn(B, H, S, D), torch.randn(B, H, S, D)
@@ -51,6 +53,8 @@ FORMS: dict[str, Callable[..., Any]] = {
     "scaled key": lambda m, q, k, v: attend(scores(q, k * 0.3), v),
     "permuted key": lambda m, q, k, v: attend(torch.matmul(q, k.permute(0, 1, 3, 2)), v),
     "key transposed otherwise": lambda m, q, k, v: attend(q @ (k * 2).mT, v),
+    "matrices of the key transposed": lambda m, q, k, v: attend(q @ k.mT, v),
+    "adjoint of the key": lambda m, q, k, v: attend(q @ torch.adjoint(k), v),
     "functional": lambda m, q, k, v: torch.matmul(F.softmax(torch.matmul(q, k.transpose(2, 3)), dim=-1), v),
     "module": lambda m, q, k, v: m.softmax(scores(q, k)) @ v,
     "last axis by number": lambda m, q, k, v: torch.softmax(scores(q, k), 3) @ v,
@@ -231,3 +235,18 @@ def test_a_view_of_the_result_still_finds_it_contiguous(axes: int, masked: bool)
     inputs = tuple(torch.randn(3, L, H, D) for _ in range(3))
     gm = check_applied(rg.FuseAttention(), model_of(function), inputs, "trace")
     assert "contiguous" in gm.code
+
+
+@pytest.mark.parametrize("turned", [lambda k: k.mT, lambda k: k.mH, torch.adjoint, lambda k: k.swapaxes(-1, -2)])
+def test_a_key_is_taken_as_it_was_before_any_transposition_of_its_matrices(turned) -> None:
+    gm = rg.FuseAttention()(rg.trace(Three(lambda m, q, k, v: attend(q @ turned(k), v)), (Q, K, V)))
+    assert [node.target for node in gm.graph.nodes if node.op == "call_function"] == [F.scaled_dot_product_attention]
+
+
+@pytest.mark.parametrize(("key", "turned"), [(K, True), (K.cfloat(), False)])
+def test_an_adjoint_that_conjugates_is_no_transposition(key: Tensor, turned: bool) -> None:
+    gm = rg.trace(Wrap(lambda m, k: k.mH), (key,))
+    holder, node = [node for node in gm.graph.nodes if node.op != "output"]
+    call = read(node, gm)
+    assert call is not None
+    assert untransposed(call) is (holder if turned else None)

@@ -91,6 +91,9 @@ TRANSPOSE = Operation(
     (torch.transpose, torch.swapaxes, torch.swapdims, *_overloads("transpose.int")),
     ("transpose", "swapaxes", "swapdims"),
 )
+ADJOINT = Operation(
+    "adjoint", "input", (torch.adjoint, *_overloads("adjoint.default", "mT.default", "mH.default")), ("adjoint",)
+)
 PERMUTE = Operation("permute", "input shape", (torch.permute, *_overloads("permute.default")), ("permute",))
 EXPAND = Operation("expand", "input shape", _overloads("expand.default"), ("expand",))
 REPEAT = Operation(

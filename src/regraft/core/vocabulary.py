@@ -18,6 +18,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from regraft.core.functions import (
+    ADJOINT,
     ATTENTION,
     CAST,
     EMBEDDING,
@@ -74,6 +75,7 @@ from regraft.core.operations import (
 __all__ = [
     "ADD",
     "ADD_IN_PLACE",
+    "ADJOINT",
     "ATTENTION",
     "BATCH_NORM",
     "CAST",

@@ -14,6 +14,7 @@ from regraft.core.tree import TreeMatch
 from regraft.core.values import same_shape, value_of
 from regraft.core.vocabulary import (
     ADD,
+    ADJOINT,
     CAST,
     DIVIDE,
     MASKED_FILL,
@@ -153,6 +154,8 @@ def untransposed(call: Call) -> Node | None:
     value = value_of(call.node)
     if value is None:
         return None
+    if call.operation is ADJOINT:
+        return call.input if not value.is_complex() else None
     axes = list(range(value.ndim))
     if call.operation is TRANSPOSE:
         first, second = call["dim0"] % value.ndim, call["dim1"] % value.ndim
