@@ -246,3 +246,41 @@ def test_the_presets_leave_layer_norms_whole() -> None:
         (fold,) = (t for t in resolve(name) if isinstance(t, rg.FoldScale))
         assert not fold.layer_norms
     assert resolve("FoldScale")[0].layer_norms
+
+
+def one_more(x: Any, weight: Any) -> Any:
+    """An RMS norm whose weight is what the scale has more than one."""
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * (1.0 + weight)
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_a_weight_that_is_added_to_one_first(trainable: bool) -> None:
+    model = model_of(lambda m, x: (m.l(y := one_more(x, m.v)), m.r(y)), r=nn.Linear(4, 2)).requires_grad_(trainable)
+    both = rg.compose(rg.RemoveDeadWork(), rg.FuseNorm(), rg.FoldScale())
+    gm = rg.trace(model, X)
+    before = regraft.testing.picture(gm)
+    both(gm)
+    assert [node.name for node in gm.graph.nodes if node.op == "call_module"] == ["l", "r"]
+    (norm,) = (node for node in gm.graph.nodes if node.op == "call_function")
+    assert norm.target is F.rms_norm
+    assert norm.all_input_nodes == [next(iter(gm.graph.nodes))]
+    rg.verify(model, gm, X).raise_for_status()
+    for name, value in model.state_dict().items():
+        assert torch.equal(rg.original_state_dict(gm)[name], value)
+    rg.undo(gm)
+    rg.undo(gm)
+    rg.undo(gm)
+    regraft.testing.assert_same_picture(before, regraft.testing.picture(gm), "undo")
+
+
+def test_a_copy_that_is_read_elsewhere_too_stays() -> None:
+    def forward(m: Any, x: Any) -> Any:
+        weight = torch.clone(m.v)
+        return m.l(F.rms_norm(x, (4,), weight)), weight
+
+    check_refused(rg.FoldScale(), model_of(forward), X, "trace", "is computed by the graph")
+
+
+def test_a_copy_of_what_the_caller_gives_stays() -> None:
+    model = model_of(lambda m, x: m.l(F.rms_norm(x, (4,), torch.clone(x[0, 0]))))
+    check_refused(rg.FoldScale(), model, X, "trace", "is computed by the graph")

@@ -35,7 +35,7 @@ def fold_norm(match: Match, edit: Edit, facts: Facts) -> str:
         edit: The site's transaction.
         facts: The safety oracle.
     """
-    norm = match.call
+    norm = _reading_weights(match, edit)
     readers = [user for user in norm.node.users if not reads_shape_only(user, norm.node)]
     layers = [call for user in readers if (call := match.producer(user)) is not None and _takes(call, norm.node)]
     scale, shift = norm.weight("weight"), norm.weight("bias")
@@ -61,6 +61,18 @@ def fold_norm(match: Match, edit: Edit, facts: Facts) -> str:
     _without_affine(norm, edit)
     parts = " and ".join(part for part, weight in (("scale", scale), ("shift", shift)) if weight is not None)
     return f"folded its {parts} into {', '.join(layer.where.rpartition('.')[2] for layer in layers)}"
+
+
+def _reading_weights(match: Match, edit: Edit) -> Call:
+    """The norm, which reads its weights themselves where it read copies, such as `RemoveDeadWork` makes."""
+    norm = match.call
+    given = [value for name in ("weight", "bias") if isinstance(value := norm[name], Node)]
+    copies = [value for value in given if value.target is torch.clone and list(value.users) == [norm.node]]
+    for copy in copies:
+        (weight,) = copy.all_input_nodes
+        edit.rewire(norm.node, copy, weight)
+        edit.erase(copy)
+    return (match.producer(norm.node) if copies else None) or norm
 
 
 def _takes(layer: Call, value: Node) -> bool:
