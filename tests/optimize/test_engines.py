@@ -115,7 +115,7 @@ def test_what_rewriting_adds_to_an_engine_is_measured_and_shown(monkeypatch) -> 
         graph = rg.optimize(heads(), kwargs={"x": image()}, keep="all", **EXACT).graphs[0]
         subject = Graph("forward", graph.graph_module, graph.inputs, heads())
         entry = Entry("forward", graph.graph_module, graph.inputs[1])
-        found = choosing.adopt_engine("inductor", subject, entry, 0.01, keep == "measured")
+        found = choosing.adopt_engine("inductor", subject, entry, 0.01, keep == "measured", {})
         layers = [sum(node.op == "call_module" for node in module.graph.nodes) for module in seen]
         assert layers == [2, 4], "rewritten, and as it was captured"
         assert entry.engine is not None
@@ -303,3 +303,13 @@ def test_a_graph_that_writes_or_is_listened_to_is_given_to_no_engine() -> None:
         model = heads().requires_grad_(False)
     found = rg.optimize(model, (image(),), engine="onednn", **options)
     assert "made in inference mode" in str(found.graphs[0].engine)
+
+
+def test_an_engine_is_held_to_what_its_graph_is() -> None:
+    model = heads()
+    halves = [rg.ReducePrecision(torch.bfloat16)]
+    result = rg.optimize(model, (image(),), transformations=halves, engine="onednn", keep="all", seconds=0.01)
+    assert result.graphs[0].engine.engine == "onednn", result
+    with torch.no_grad():
+        for found, expected in zip(result.model(image()), model(image()), strict=True):
+            torch.testing.assert_close(found, expected, atol=0.05, rtol=0.05)

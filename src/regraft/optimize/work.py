@@ -165,10 +165,13 @@ class Work:
 
     def _compared(self, stepper: Stepper) -> Verification:
         graph = stepper.graph
-        kept = [result for result in stepper.results if result.kept]
-        bound: dict[str, Any] = {} if all(result.preserves for result in kept) else dict(_LOOSE)
         args, kwargs = graph.inputs
+        bound = self._bound(graph)
         return compare_results(graph.reference, graph.candidate(), args, kwargs, extra_inputs=graph.more, **bound)
+
+    def _bound(self, graph: Graph) -> dict[str, Any]:
+        kept = (step for stepper in self.steppers if stepper.graph is graph for step in stepper.results if step.kept)
+        return {} if all(step.preserves for step in kept) else dict(_LOOSE)
 
     def install(self) -> None:
         """Make the drop-in, with every graph that is right."""
@@ -185,7 +188,8 @@ class Work:
         for graph in self._for(engine):
             self.progress.next(f"{graph.name}: {engine}")
             entry = self.entries[graph.name]
-            self.engines[graph.name] = adopt_engine(engine, graph, entry, self.seconds, self.measured)
+            bound = self._bound(graph)
+            self.engines[graph.name] = adopt_engine(engine, graph, entry, self.seconds, self.measured, bound)
         for graph in self.graphs:
             if graph.name in self.verdicts:
                 continue

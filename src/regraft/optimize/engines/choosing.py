@@ -6,7 +6,7 @@ import copy
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,7 +89,9 @@ def expect_installed(name: str) -> None:
         raise ImportError(f"engine={name!r} needs {', '.join(missing)}: pip install 'regraft[{name}]'")
 
 
-def adopt_engine(wanted: str, graph: Graph, entry: Entry, seconds: float, measured: bool) -> EngineResult:
+def adopt_engine(
+    wanted: str, graph: Graph, entry: Entry, seconds: float, measured: bool, bound: Mapping[str, Any]
+) -> EngineResult:
     """Let an engine run a graph, where it is right and, if that is measured, faster.
 
     Where rewriting makes an engine slower, it is given the graph as it was captured.
@@ -100,16 +102,17 @@ def adopt_engine(wanted: str, graph: Graph, entry: Entry, seconds: float, measur
         entry: What the drop-in runs; its engine is set.
         seconds: How long to measure each.
         measured: Whether one that is not faster is left.
+        bound: What the graph itself is held to, where that is not its own error, as `verify` takes it.
     """
     tried: dict[str, str] = {}
     comparisons: dict[str, Comparison] = {}
     rewriting: dict[str, Comparison] = {}
     best, taken = 1.0, "torch"
     for name in _names(wanted):
-        engine = _built(name, graph, _without(graph.gm, PACKING), tried)
+        engine = _built(name, graph, _without(graph.gm, PACKING), bound, tried)
         if engine is None:
             continue
-        alone = _built(name, graph, _without(graph.gm, None), {}) if history(graph.gm) else None
+        alone = _built(name, graph, _without(graph.gm, None), bound, {}) if history(graph.gm) else None
         if alone is not None:
             added = compare_speed(graph.runner(_by_name(alone)), graph.runner(_by_name(engine)), **clock(seconds))
             rewriting[name] = added
@@ -131,7 +134,7 @@ def _names(wanted: str) -> Sequence[str]:
     return OF_TORCH if wanted == "torch" else (wanted,)
 
 
-def _built(name: str, graph: Graph, gm: GraphModule, tried: dict[str, str]) -> Engine | None:
+def _built(name: str, graph: Graph, gm: GraphModule, bound: Mapping[str, Any], tried: dict[str, str]) -> Engine | None:
     """The engine for a graph, if it can be had and is right."""
     args, kwargs = graph.inputs
     if args:
@@ -149,7 +152,8 @@ def _built(name: str, graph: Graph, gm: GraphModule, tried: dict[str, str]) -> E
         text = (str(error).strip().splitlines() or [""])[0]
         tried[name] = f"cannot run it ({type(error).__name__}: {text[:160]})"
         return None
-    found = verify(graph.reference, _candidate(graph, engine), (), kwargs, extra_inputs=graph.more, factor=_FACTOR)
+    bound = {"factor": _FACTOR, **bound}
+    found = verify(graph.reference, _candidate(graph, engine), (), kwargs, extra_inputs=graph.more, **bound)
     if not found.ok:
         tried[name] = f"is not right: {worst_sentence(found)}"
         return None
