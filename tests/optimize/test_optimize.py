@@ -330,3 +330,12 @@ def test_what_cannot_be_copied_is_said() -> None:
 
     with pytest.raises(TypeError, match=r"cannot be copied \(no copies\).*regraft.optimize\(regraft.trace"):
         optimize(Stubborn(2, 2).eval(), (torch.ones(1, 2),))
+
+
+@pytest.mark.parametrize(("transformation", "factor"), [(rg.PrepackForCpu(), 4.0), (rg.FoldBatchNorm(), None)])
+def test_other_kernels_may_round_more(monkeypatch, transformation: rg.Transformation, factor: float | None) -> None:
+    given = []
+    work = sys.modules["regraft.optimize.work"]
+    monkeypatch.setattr(work, "compare_results", lambda *a, **k: given.append(k.get("factor")) or rg.verify(*a, **k))
+    run(heads(), (image(),), transformations=[transformation], engine="eager", **ALL)
+    assert given == [factor]

@@ -16,6 +16,9 @@ _SIMPLIFY = ("RemoveDeadWork", "FoldBatchNorm", "FusePad")
 _FUSE = ("FuseAttention", "FuseNorm", "FuseGelu", "FoldScale", "ChangeTrueDivToMulByInverse")
 _MERGE = ("MergeLinears", "MergeConvs")
 PACKING = ("PrepackForCpu",)
+OTHER_KERNELS = 4.0
+"""How many times the reference's error is allowed where other kernels run, those of packed layers or of an engine: they
+order sums otherwise, and there are as many in a row as the model is deep."""
 
 # What the presets ask for where that is not what a transformation does by itself.
 _SETTINGS: dict[str, dict[str, Any]] = {"FoldScale": {"layer_norms": False}}

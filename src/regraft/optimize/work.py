@@ -17,6 +17,7 @@ from regraft.core.transformation import Transformation
 from regraft.dropin import Entry, Grafts, Reader, make_dropin, without_grafts
 from regraft.optimize import saving
 from regraft.optimize.engines import adopt_engine
+from regraft.optimize.presets import OTHER_KERNELS, PACKING
 from regraft.optimize.progress import Progress
 from regraft.optimize.result import GraphResult, Optimized
 from regraft.optimize.sharing import share_weights
@@ -170,8 +171,10 @@ class Work:
         return compare_results(graph.reference, graph.candidate(), args, kwargs, extra_inputs=graph.more, **bound)
 
     def _bound(self, graph: Graph) -> dict[str, Any]:
-        kept = (step for stepper in self.steppers if stepper.graph is graph for step in stepper.results if step.kept)
-        return {} if all(step.preserves for step in kept) else dict(_LOOSE)
+        kept = [step for stepper in self.steppers if stepper.graph is graph for step in stepper.results if step.kept]
+        if not all(step.preserves for step in kept):
+            return dict(_LOOSE)
+        return {"factor": OTHER_KERNELS} if any(step.transformation.startswith(PACKING) for step in kept) else {}
 
     def install(self) -> None:
         """Make the drop-in, with every graph that is right."""

@@ -18,7 +18,7 @@ from regraft.core.modules import graph_modules
 from regraft.core.mutation import Mutations
 from regraft.dropin import Entry
 from regraft.optimize.engines.flat import Engine, Flat
-from regraft.optimize.presets import PACKING
+from regraft.optimize.presets import OTHER_KERNELS, PACKING
 from regraft.optimize.steps import clock, worst_sentence
 from regraft.optimize.subjects import Graph
 from regraft.verify import Comparison, compare_speed, verify
@@ -34,8 +34,6 @@ ENGINES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 #: what is tried where torch itself is to run the graph: what comes with it, and needs neither a compiler nor a package
 OF_TORCH = ("onednn",)
-# An engine may order sums otherwise than torch does, and there are as many in a row as the model is deep.
-_FACTOR = 4.0
 
 
 @dataclass(frozen=True)
@@ -152,7 +150,7 @@ def _built(name: str, graph: Graph, gm: GraphModule, bound: Mapping[str, Any], t
         text = (str(error).strip().splitlines() or [""])[0]
         tried[name] = f"cannot run it ({type(error).__name__}: {text[:160]})"
         return None
-    bound = {"factor": _FACTOR, **bound}
+    bound = {"factor": OTHER_KERNELS, **bound}
     found = verify(graph.reference, _candidate(graph, engine), (), kwargs, extra_inputs=graph.more, **bound)
     if not found.ok:
         tried[name] = f"is not right: {worst_sentence(found)}"
