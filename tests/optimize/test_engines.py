@@ -273,6 +273,16 @@ def test_torch_tries_what_comes_with_it(engine: str, keep: str, tried: list[str]
     assert list(found.tried if found else []) == tried
 
 
+def test_torch_tries_nothing_that_takes_much_memory(monkeypatch) -> None:
+    size = sum(weight.nbytes for weight in heads().parameters())
+    for limit, tried in ((size, False), (size - 1, True)):
+        monkeypatch.setattr(choosing, "_UNASKED", limit)
+        found = rg.optimize(heads(), kwargs={"x": image()}, transformations=[], seconds=0.01).graphs[0].engine
+        assert ("not tried unasked" in str(found)) is tried
+    found = rg.optimize(heads(), kwargs={"x": image()}, engine="onednn", transformations=[], seconds=0.01).graphs[0]
+    assert "not tried" not in str(found.engine)
+
+
 def test_torch_tries_nothing_for_the_calls_of_generate() -> None:
     result = rg.optimize(decoder("Llama"), kwargs={"input_ids": ids()}, transformations=[], seconds=0.01)
     assert len(result.graphs) > 1

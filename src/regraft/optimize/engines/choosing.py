@@ -34,6 +34,8 @@ ENGINES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 #: what is tried where torch itself is to run the graph: what comes with it, and needs neither a compiler nor a package
 OF_TORCH = ("onednn",)
+# Bytes of weights up to which it is tried unasked: an engine packs them once more.
+_UNASKED = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,11 @@ def adopt_engine(
     comparisons: dict[str, Comparison] = {}
     rewriting: dict[str, Comparison] = {}
     best, taken = 1.0, "torch"
+    size = sum(tensor.nbytes for tensor in graph.gm.parameters())
     for name in _names(wanted):
+        if wanted == "torch" and size > _UNASKED:
+            tried[name] = f"not tried unasked: it would take the {size / 1e9:.1f} GB of the weights once more"
+            continue
         engine = _built(name, graph, _without(graph.gm, PACKING), bound, tried)
         if engine is None:
             continue
