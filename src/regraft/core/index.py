@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,8 +22,8 @@ class Index:
     def __init__(self, root: GraphModule) -> None:
         self.root = root
         self.graphs = graph_modules(root)
-        self._names: dict[int, list[str]] = {}
-        self._readers: dict[int, set[Node]] = {}
+        self._names: defaultdict[int, list[str]] = defaultdict(list)
+        self._readers: defaultdict[int, set[Node]] = defaultdict(set)
         self._reads: dict[Node, list[int]] = {}
         self.add("", root)
         for owner in self.graphs.values():
@@ -38,7 +39,7 @@ class Index:
             whole = isinstance(value, nn.Module) and not isinstance(value, GraphModule)  # its own nodes read its parts
             self._reads[node] = reads = [id(value), *map(id, _weights(value) if whole else ())]
             for part in reads:
-                self._readers.setdefault(part, set()).add(node)
+                self._readers[part].add(node)
 
     def forget(self, node: Node) -> None:
         """`node` no longer reads what it read."""
@@ -48,7 +49,7 @@ class Index:
     def add(self, name: str, value: Any) -> None:
         """The module or tensor `value` now stands under the qualified `name`."""
         for path, held in _held(name, value):
-            self._names.setdefault(id(held), []).append(path)
+            self._names[id(held)].append(path)
 
     def remove(self, name: str, value: Any) -> None:
         """The module or tensor `value` no longer stands under `name`."""

@@ -9,6 +9,8 @@ def merge_order(known: Sequence[str], live: Sequence[str], dead: set[str]) -> li
     """The order of everything that is here or may come back: `live` as it stands, each of `dead` after the live name
     that it followed in `known`.
     """
+    if not dead:
+        return list(live)
     alive = set(live)
     following: dict[str | None, list[str]] = {}
     anchor: str | None = None

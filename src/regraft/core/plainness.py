@@ -21,7 +21,7 @@ def plain_module(where: str, module: nn.Module) -> str | None:
     for name in ("weight", "bias"):
         if isinstance(module.__dict__.get(name), Tensor):
             return f"{where}.{name} is computed by pruning or weight norm; make it permanent first (prune.remove)"
-    if any(getattr(module, hooks, None) for hooks in _HOOKS):
+    if any(map(module.__dict__.get, _HOOKS)):
         return f"{where} has hooks, which would be lost; remove them, or wrap the module instead"
     if "parametrizations" in module._modules and parametrize.is_parametrized(module):
         return f"{where} is parametrized; call torch.nn.utils.parametrize.remove_parametrizations first"

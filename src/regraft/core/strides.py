@@ -14,7 +14,7 @@ from regraft.core.vocabulary import attribute
 
 _VIEWS = {"view", "_unsafe_view"}
 _STRIDED = {"view_as", "as_strided", "as_strided_", "stride", "sym_stride", "is_contiguous", "data_ptr"}
-_STRIDED |= {"storage_offset", "sym_storage_offset", "view_as_complex"}
+_STRIDED |= {"storage_offset", "sym_storage_offset", "view_as_complex", *_VIEWS}
 _CONTIGUOUS = {"contiguous", "clone"}
 
 
@@ -52,13 +52,13 @@ def _needs_strides(user: Node, value: Node, owner: GraphModule) -> bool:
         return _module_may_need(attribute(owner, str(user.target)))
     if user.op not in ("call_method", "call_function") or value not in (*user.args[:1], *user.kwargs.values()):
         return False
-    return _name(user) in _VIEWS | _STRIDED
+    return _name(user) in _STRIDED
 
 
 def _module_may_need(module: Any) -> bool:
     """Whether a module may view its input: one that is not torch's own may do anything."""
     if isinstance(module, GraphModule):
-        return any(_name(node) in _VIEWS | _STRIDED for node in module.graph.nodes)
+        return any(_name(node) in _STRIDED for node in module.graph.nodes)
     return not hasattr(module, "regraft_pure") and not type(module).__module__.startswith("torch.")
 
 

@@ -133,11 +133,11 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # not frozen, which would triple the time that one takes to make
 class Weight:
     """A tensor that belongs to the graph module: `name` is its qualified name, `node` the `get_attr` that reads it.
 
-    `node` is None where a module call reads it itself.
+    `node` is None where a module call reads it itself. Never changed.
     """
 
     name: str
@@ -145,11 +145,12 @@ class Weight:
     node: Node | None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # not frozen, as `Weight`
 class Call:
     """A node, read as an operation with named arguments.
 
     `where` is the qualified name of the module that it calls, or the place of a function call, when it was read.
+    Never changed.
     """
 
     node: Node
@@ -200,7 +201,7 @@ def attribute(owner: nn.Module, target: str) -> Any:
     for part in target.split("."):
         tables: dict[str, Any] = value.__dict__ if isinstance(value, nn.Module) else _NO_TABLES
         for table in _TABLES:  # torch's own way there is several times slower
-            if table in tables and part in tables[table]:
+            if part in tables.get(table, ()):
                 value = tables[table][part]
                 break
         else:
@@ -278,19 +279,13 @@ def _read_module(node: Node, owner: GraphModule) -> Call | None:
     if operation is None or len(inputs) != 1 or not isinstance(inputs[0], Node):
         return None
     arguments = {"input": inputs[0]}
+    settings = module.__dict__
     for name in operation.names[1:]:
-        if (value := _setting(module, name)) is not _ABSENT:
-            arguments[name] = value
+        for table in (settings, settings["_parameters"], settings["_buffers"]):  # a module of torch's own has all there
+            if name in table:
+                arguments[name] = table[name]
+                break
+        else:
+            if hasattr(module, name):
+                arguments[name] = getattr(module, name)
     return Call(node, operation, arguments, owner, str(node.target), module)
-
-
-_ABSENT: Any = object()
-
-
-def _setting(module: nn.Module, name: str) -> Any:
-    """`getattr` of a module of exactly one of torch's own types, where settings and weights are in its tables."""
-    tables = module.__dict__
-    for table in (tables, tables["_parameters"], tables["_buffers"]):
-        if name in table:
-            return table[name]
-    return getattr(module, name, _ABSENT)
