@@ -5,8 +5,8 @@ An `Edit` is the transaction of one site: it either happens wholly or leaves no 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ from regraft.core.weights import Derivation, Same
 Derived = tuple[Derivation, Sequence[Weight]]
 """A weight to be made: how, and from which weights."""
 
+_Made = TypeVar("_Made")
+
 
 class Edit:
     """The edits of one site.
@@ -41,7 +43,7 @@ class Edit:
         self.owner = facts.graphs[path]
         self._facts = facts
         self._path = path
-        self._mark = mark
+        self._mark = frozenset({mark})
         self._dry = dry
         self._recorder = Recorder(facts.root, orders)
         self._erased: set[Node] = set()
@@ -115,18 +117,29 @@ class Edit:
 
     # Modules and weights.
 
-    def put_module(self, name: str, like: nn.Module, weights: dict[str, Derived | None], **attributes: Any) -> None:
+    def put_module(
+        self,
+        name: str,
+        like: nn.Module,
+        weights: dict[str, Derived | None],
+        compute: Callable[[], dict[str, Tensor]] | None = None,
+        /,
+        **attributes: Any,
+    ) -> None:
         """Put a module of the type of `like` under `name`: its settings, and newly made weights.
 
         Args:
             name: The qualified name, in the graph module that is edited. What stood there is kept for undo.
             like: A module whose class and settings the new one takes over. It is not changed.
             weights: For each parameter, how it is made and from what; None for no such parameter.
+            compute: Computes the parameters all at once, where that takes less than one by one, to the same bits.
             attributes: Settings of the new module that differ from those of `like`.
         """
         module = clone_module(like)
+        values = _ordinary(compute) if compute is not None and not self._dry else {}
         for key, derived in weights.items():
-            module._parameters[key] = self._derive(f"{name}.{key}", derived) if derived is not None else None
+            target, value = f"{name}.{key}", values.get(key)
+            module._parameters[key] = self._derive(target, derived, value) if derived is not None else None
         module.__dict__.update(attributes)
         self._write(name, Slot("_modules", module))
 
@@ -245,14 +258,14 @@ class Edit:
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         node.meta["val"] = cast(Any, node.target)(*args, **kwargs)
 
-    def _derive(self, target: str, derived: Derived) -> nn.Parameter:
+    def _derive(self, target: str, derived: Derived, value: Tensor | None = None) -> nn.Parameter:
         derivation, sources = derived
-        tensors = [source.tensor.detach() for source in sources]
-        with torch.inference_mode(False), torch.no_grad():  # a weight made in inference mode could not be trained later
+        if value is None:
+            tensors = [source.tensor.detach() for source in sources]
             if self._dry:
-                value = derivation.outline(*(tensor.to("meta") for tensor in tensors))
+                value = _ordinary(derivation.outline, *(tensor.to("meta") for tensor in tensors))
             else:
-                value = derivation.compute(*tensors)
+                value = _ordinary(derivation.compute, *tensors)
         trainable = any(source.tensor.requires_grad for source in sources)
         names = tuple(_join(self._path, source.name) for source in sources)
         self._weights.append(WeightRecord(_join(self._path, target), names, derivation, trainable))
@@ -271,14 +284,18 @@ class Edit:
 
     def _name_of(self, call: Call) -> str | None:
         """The name under which the call's module still stands; None where something new has taken its place."""
-        for path, owner in self._facts.graphs.items():
-            if path == self._path and attribute(owner, call.where) is call.module:
-                return call.where
-        return None
+        return call.where if attribute(self.owner, call.where) is call.module else None
 
 
-def _mark(node: Node, signature: str) -> None:
-    node.meta[MARKS] = node.meta.get(MARKS, frozenset()) | {signature}
+def _ordinary(function: Callable[..., _Made], *args: Tensor) -> _Made:
+    """Call `function` for new weights that can be trained later, as none could that was made in inference mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        return function(*args)
+
+
+def _mark(node: Node, mark: frozenset[str]) -> None:
+    marks = node.meta.get(MARKS)
+    node.meta[MARKS] = marks | mark if marks else mark
 
 
 def _join(path: str, name: str) -> str:

@@ -8,7 +8,8 @@ Behind a layer: `s (W x + b) + t = (s W) x + (s b + t)`. Before one: `W (s x + t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -62,8 +63,8 @@ def fold(match: Match, edit: Edit, facts: Facts, pairs: tuple[tuple[Any, bool], 
     name, like = place_of(layer, weight.tensor, edit)
     if unknown:
         like = ranked(like, norm, layer, site.behind)
-    sources = [spec.weights[key] for key in spec.present]
-    edit.put_module(name, like, {"weight": (replace(spec.fold, part="weight"), sources), "bias": (spec.fold, sources)})
+    sources = list(spec.weights.values())
+    edit.put_module(name, like, {part: (fold, sources) for part, fold in spec.folds.items()}, spec.compute)
     edit.replace_with_module(layer.node, name, layer.input if site.behind else norm["input"])
     edit.redirect(norm.node, norm["input"] if site.behind else layer.input)
     edit.erase(norm.node)
@@ -94,8 +95,11 @@ class Fold(Derivation):
 
     def compute(self, *sources: Tensor) -> Tensor:
         given = dict(zip(self.present, sources, strict=True))
+        return self.folded(given, self.scale(given))
+
+    def folded(self, given: dict[str, Tensor], scale: Tensor) -> Tensor:
+        """The new weight or bias, from the sources by name and `s`."""
         weight, dtype = given["weight"], wider(given["weight"].dtype)
-        scale = self.scale(given)
         if self.part == "weight":
             return scaled(weight, self._along(weight, scale))
         mean, bias = given["mean"].to(dtype), given["bias"].to(dtype) if "bias" in given else None
@@ -122,9 +126,20 @@ class Fold(Derivation):
 
 @dataclass(frozen=True, eq=False)
 class _Specification:
-    fold: Fold
+    """What is made of what: the derivations of the weight and the bias, and their sources by name."""
+
+    folds: dict[str, Fold]
     weights: dict[str, Weight]
-    present: tuple[str, ...]
+    given: dict[str, Tensor]
+
+    @cached_property
+    def scale(self) -> Tensor:
+        """See `Fold.scale`."""
+        return self.folds["bias"].scale(self.given)
+
+    def compute(self) -> dict[str, Tensor]:
+        """The new weight and the new bias, with one `s` for both."""
+        return {part: fold.folded(self.given, self.scale) for part, fold in self.folds.items()}
 
 
 def _specification(norm: Call, layer: Call, behind: bool) -> _Specification:
@@ -133,8 +148,9 @@ def _specification(norm: Call, layer: Call, behind: bool) -> _Specification:
     weights = {key: weight for key, weight in named.items() if weight is not None}
     transposed = layer.operation is TRANSPOSED_CONV
     groups = int(layer["groups"] or 1) if layer.operation is not LINEAR else 1
-    fold = Fold("bias", tuple(weights), behind, transposed, groups, float(norm["eps"]))
-    return _Specification(fold, weights, tuple(weights))
+    settings = (tuple(weights), behind, transposed, groups, float(norm["eps"]))
+    folds = {part: Fold(part, *settings) for part in ("weight", "bias")}
+    return _Specification(folds, weights, {key: weight.tensor.detach() for key, weight in weights.items()})
 
 
 def _neighbours(match: Match, facts: Facts, pairs: tuple[tuple[Any, bool], ...]) -> Neighbours:
@@ -200,9 +216,8 @@ def _evaluating_layer(layer: Call) -> Answer:
 
 def _agree(facts: Facts, spec: _Specification) -> Answer:
     trainable = [(w.name, w.tensor) for key, w in spec.weights.items() if key not in ("mean", "var")]
-    statistics = [(w.name, w.tensor.detach()) for key, w in spec.weights.items() if key in ("mean", "var")]
-    first = (trainable[0][0], trainable[0][1].detach())
-    return facts.agree(trainable) or facts.agree([first, *statistics])
+    detached = [(spec.weights[key].name, spec.given[key]) for key in ("weight", "mean", "var")]
+    return facts.agree(trainable) or facts.agree(detached)
 
 
 def _same_memory(facts: Facts, site: Neighbours) -> Iterator[Answer]:
@@ -251,15 +266,14 @@ def _unpadded(layer: Call) -> Answer:
 
 def _scale(spec: _Specification) -> Answer:
     """The folded weights are finite where the original ones are."""
-    given = {key: weight.tensor.detach() for key, weight in spec.weights.items()}
-    if given["weight"].is_meta:
+    weight = spec.given["weight"]
+    if weight.is_meta:
         return None
-    scale = spec.fold.scale(given)
-    factor, largest = _largest(scale), 1.0
-    if factor > 1 and given["weight"].dtype.itemsize < 4:  # reading all the weight takes a while
-        largest = _largest(given["weight"])
-    fits = factor * largest <= torch.finfo(given["weight"].dtype).max
-    return that(fits, f"{spec.weights['var'].name} makes a scale that is not finite in {given['weight'].dtype}")
+    factor, largest = _largest(spec.scale), 1.0
+    if factor > 1 and weight.dtype.itemsize < 4:  # reading all the weight takes a while
+        largest = _largest(weight)
+    fits = factor * largest <= torch.finfo(weight.dtype).max
+    return that(fits, f"{spec.weights['var'].name} makes a scale that is not finite in {weight.dtype}")
 
 
 def _largest(values: Tensor) -> float:
