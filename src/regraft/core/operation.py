@@ -12,6 +12,8 @@ from torch import nn
 
 aten = torch.ops.aten
 
+_WEIGHTS = ("weight", "bias", "running_mean", "running_var")
+
 
 @dataclass(frozen=True, eq=False)
 class Operation:
@@ -41,6 +43,11 @@ class Operation:
     def names(self) -> tuple[str, ...]:
         """The argument names, in order."""
         return tuple(self.parameters.split())
+
+    @cached_property
+    def weights(self) -> tuple[str, ...]:
+        """Those of the arguments that are weights of a layer."""
+        return tuple(name for name in _WEIGHTS if name in self.names)
 
     def __repr__(self) -> str:
         return self.name

@@ -25,9 +25,6 @@ Answer = str | None
 """None where a condition holds, else the sentence that says what does not."""
 
 
-_WEIGHTS = ("weight", "bias", "running_mean", "running_var")
-
-
 def require(*answers: Answer) -> None:
     """Refuse the site unless every answer is None.
 
@@ -84,7 +81,7 @@ class Facts(Index, Flow):
         """The module is called once and has one name; its weights are read by it alone and tied to nothing."""
         if answer := self.called_once(call) or self.one_name(call):
             return answer
-        for name in _WEIGHTS:
+        for name in call.operation.weights:
             weight = call.weight(name)
             if weight is not None and (answer := self._untied(call, weight.tensor, weight.node)):
                 return answer
@@ -116,7 +113,7 @@ class Facts(Index, Flow):
             return unlike(call.where, module, call.operation.modules)
         if module is not None and (answer := plain_module(call.where, module)):
             return answer
-        for name in _WEIGHTS:
+        for name in call.operation.weights:
             weight = call.weight(name)
             if weight is None:
                 if call.computed(name):

@@ -102,7 +102,7 @@ class Fold(Derivation):
         weight, dtype = given["weight"], wider(given["weight"].dtype)
         if self.part == "weight":
             return scaled(weight, self._along(weight, scale))
-        mean, bias = given["mean"].to(dtype), given["bias"].to(dtype) if "bias" in given else None
+        mean, bias = given["mean"], given["bias"].to(dtype) if "bias" in given else None
         if self.behind and bias is not None:
             return self._plus_beta((bias - mean) * scale, given).to(weight.dtype)
         shift = self._plus_beta(-mean * scale, given)
@@ -115,10 +115,10 @@ class Fold(Derivation):
         """`s`, one precision up."""
         dtype = wider(given["weight"].dtype)
         scale = torch.rsqrt(given["var"].to(dtype) + self.eps)
-        return scale * given["gamma"].to(dtype) if "gamma" in given else scale
+        return scale * given["gamma"] if "gamma" in given else scale
 
     def _plus_beta(self, value: Tensor, given: dict[str, Tensor]) -> Tensor:
-        return value + given["beta"].to(value.dtype) if "beta" in given else value
+        return value + given["beta"] if "beta" in given else value
 
     def _along(self, weight: Tensor, values: Tensor) -> Tensor:
         return along(values, weight, self.behind, self.transposed, self.groups)
