@@ -124,10 +124,10 @@ def changed_settings(gm: GraphModule, sites: Sequence[SiteRecord]) -> dict[str, 
     """What was set on replacements since they were made, by the names of the originals: training, requires_grad."""
     settings: dict[str, bool] = {}
     for site in sites:
-        originals = [name for name, value in before(site).items() if isinstance(value, nn.Module)]
         for name, training in site.training.items():
             replacement = attribute(gm, name)
             if isinstance(replacement, nn.Module) and replacement.training is not training:
+                originals = [key for key, value in before(site).items() if isinstance(value, nn.Module)]
                 settings |= dict.fromkeys(originals, replacement.training)
         for record in site.weights:
             derived = attribute(gm, record.target)
