@@ -350,4 +350,3 @@ def test_a_cache_that_has_moved_stays_what_it_is(moved, monkeypatch: pytest.Monk
     assert caches.state_of(cache) is not None
     monkeypatch.setitem(sys.modules, "transformers.cache_utils", other)
     assert caches.state_of(cache) is None
-    assert caches.unfold([cache]) == [cache]
