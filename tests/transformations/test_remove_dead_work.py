@@ -29,10 +29,13 @@ NOTHING: dict[str, tuple[Callable[[Any, Any], Any], int]] = {
     "cast": (lambda m, x: x.to(torch.float32).float() * 2, 2),
     "type_as": (lambda m, x: x.type_as(x) * 2, 1),
     "view": (lambda m, x: (x + 1).view(3, 4) * 2, 1),
+    "view and back": (lambda m, x: (x + 1).view(12).view(3, 4) * 2, 2),
     "reshape": (lambda m, x: torch.reshape(x, (3, -1)) * 2, 1),
     "flatten": (lambda m, x: torch.flatten(x, 1) * 2, 1),
     "expand": (lambda m, x: x.expand(3, 4) * 2, 1),
     "permute": (lambda m, x: x.permute(0, 1) * 2, 1),
+    "permute by one argument": (lambda m, x: x.permute((0, 1)) * 2, 1),
+    "permute by keyword": (lambda m, x: x.permute(dims=(0, 1)) * 2, 1),
     "transpose": (lambda m, x: x.transpose(1, -1) * 2, 1),
     "slice": (lambda m, x: x[:, :] * 2, 1),
     "clone": (lambda m, x: x.clone() * 2, 1),
@@ -65,6 +68,7 @@ def test_without_shapes_too(name: str) -> None:
 KEPT: dict[str, Callable[[Any, Any], Any]] = {
     "a cast": lambda m, x: x.double() * 2,
     "a view": lambda m, x: x.view(4, 3) * 2,
+    "a turn and a reshape": lambda m, x: x.permute(1, 0).reshape(3, 4) * 2,
     "a permute": lambda m, x: x.permute(1, 0) * 2,
     "a slice": lambda m, x: x[:, :3] * 2,
     "contiguous before view": lambda m, x: (x * 2).t().contiguous().view(2, 6),
@@ -168,6 +172,18 @@ def _clone_protects(m: Any, x: Any) -> Any:
     return y * kept
 
 
+def _reshaped_copy_is_written(m: Any, x: Any) -> Any:
+    turned = (x * 2).t()
+    turned.reshape(12).view(4, 3).add_(1)
+    return turned * 2
+
+
+def _product_is_written(m: Any, x: Any) -> Any:
+    y = x * 2
+    y.mul(1).add_(1)
+    return y * 2
+
+
 def _clone_is_written(m: Any, x: Any) -> Any:
     copy = torch.clone(x)
     copy.mul_(2)
@@ -189,6 +205,14 @@ def test_refused(name: str) -> None:
     function, word = REFUSED[name]
     model = Wrap(function, b=nn.BatchNorm1d(4))
     check_refused(rg.RemoveDeadWork(), model, X, "fx", word)
+
+
+@pytest.mark.parametrize("function", [_reshaped_copy_is_written, _product_is_written])
+def test_what_may_have_copied_protects(function: Callable[[Any, Any], Any]) -> None:
+    model = Wrap(function)
+    gm = rg.RemoveDeadWork()(with_shapes(model))
+    assert torch.equal(gm(*X), model(*X))
+    assert any("in place" in r.reason for r in rg.history(gm)[-1].refused)
 
 
 @pytest.mark.parametrize("function", [_clone_protects, _clone_is_written, lambda m, x: (x, torch.clone(x))])

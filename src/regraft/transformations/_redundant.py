@@ -134,8 +134,8 @@ def copies(node: Node, source: Node, owner: GraphModule) -> bool:
     name = target_name(node).partition(".")[0] if node.op != "call_module" else ""
     if name == "contiguous":
         return not _laid_out(source, owner)
-    if name in ("mul", "truediv", "div") or (name == "reshape" and node.all_input_nodes[0] is not source):
-        return True
+    if name in ("mul", "truediv", "div") or node.all_input_nodes[0] is not source:
+        return True  # the first of several reshapes may have copied
     return (
         name in ("clone", "_to_copy") or bool(node.kwargs.get("copy")) or any(value is True for value in node.args[1:])
     )
