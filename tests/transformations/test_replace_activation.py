@@ -58,6 +58,16 @@ def test_applied(name: str, form: str) -> None:
     assert_same(before, picture(gm))
 
 
+def test_a_module_whose_place_a_function_takes_is_gone() -> None:
+    gm = capture(Wrap(lambda m, x: m.gelu(x), gelu=nn.GELU()), X, "fx")
+    assert not list(rg.ReplaceActivation({nn.GELU: F.relu})(gm).children())
+
+
+def test_a_function_without_a_module_stands_for_itself_alone() -> None:
+    gm = rg.ReplaceActivation({torch.sin: torch.cos})(capture(Wrap(lambda m, x: torch.sin(x) + torch.tan(x)), X, "fx"))
+    torch.testing.assert_close(gm(*X), X[0].cos() + X[0].tan())
+
+
 def test_each_call_of_a_shared_module() -> None:
     gm = capture(Wrap(lambda m, x: m.act(x) + m.act(x + 1), act=nn.SiLU()).eval(), X, "fx")
     rg.ReplaceActivation()(gm)

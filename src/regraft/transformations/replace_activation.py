@@ -52,7 +52,8 @@ class ReplaceActivation(Rewrite):
         wanted = Replaceable(tuple(self.mapping)).which(node, match.owner)
         assert wanted is not None
         value, replacement = input_of(node), self.mapping[wanted]
-        module = attribute(match.owner, str(node.target)) if node.op == "call_module" else None
+        path = str(node.target)
+        module = attribute(match.owner, path) if node.op == "call_module" else None
         require(
             that(isinstance(value, Node), f"{match.where} is not called on a tensor"),
             plain_module(match.where, module) if module is not None else None,
@@ -64,13 +65,13 @@ class ReplaceActivation(Rewrite):
             new = replacement() if isinstance(replacement, type) else copy.deepcopy(replacement)
             new.train(module.training if module is not None else match.owner.training)
             own = module is not None and facts.readers_of(module) == {node}
-            place = str(node.target) if own else edit.free_name(f"{node.name}_{name.lower()}")
+            place = path if own else edit.free_name(f"{node.name}_{name.lower()}")
             edit.put_module(place, new, {})
             edit.replace_with_module(node, place, value)
             return f"{_name_of(wanted)} became {name}"
         edit.replace(node, replacement, value)
         if module is not None:
-            edit.discard_module(match.where)
+            edit.discard_module(path)
         return f"{_name_of(wanted)} became {name}"
 
 
