@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaModel
 import regraft as rg
 import regraft.testing
 from helpers import Wrap, assert_matches_float64, check_applied, check_refused
+from regraft.testing.parts import traced_with_shapes
 
 B, H, G, L, D = 2, 6, 2, 5, 4
 Q, K, V = torch.randn(B, H, L, D), torch.randn(B, G, L, D), torch.randn(B, G, L, D)
@@ -113,6 +114,10 @@ def _wrong_axis(k: Tensor) -> Tensor:
     return k[:, None].expand(B, H // G, G, L, D).reshape(B, H, L, D)
 
 
+def _turned(k: Tensor) -> Tensor:
+    return k[:, None].expand(B, G, G, L, D).reshape(B, G * G, L, D)
+
+
 def _written_after(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     k, v = k * 1, v * 1
     wide = expanded(k)
@@ -122,6 +127,7 @@ def _written_after(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 WHOLE: dict[str, Callable[..., Any]] = {
     "tiled": lambda m, q, k, v: written(q, _tiled(k), _tiled(v)),
+    "as many turns as heads": lambda m, q, k, v: written(q[:, :4], _turned(k), _turned(v)),
     "another order": lambda m, q, k, v: written(q, _wrong_axis(k), _wrong_axis(v)),
     "the keys alone": lambda m, q, k, v: written(q, expanded(k), torch.cat([v, v, v], 1)),
     "unevenly": lambda m, q, k, v: written(q, _unevenly(m, k), _unevenly(m, v)),
@@ -133,6 +139,11 @@ WHOLE: dict[str, Callable[..., Any]] = {
 def test_other_repetitions_stay(name: str) -> None:
     gm = check_applied(rg.FuseAttention(), Three(WHOLE[name]), (Q, K, V), "trace")
     assert "enable_gqa" not in call_of(gm).kwargs
+
+
+def test_an_index_that_adds_another_axis() -> None:
+    gm = traced_with_shapes(Three(WHOLE["as many turns as heads"]), (Q, K, V), {})
+    assert "enable_gqa" not in call_of(rg.FuseAttention()(gm)).kwargs
 
 
 def test_a_key_that_is_written_after_it_was_repeated_is_refused() -> None:
@@ -172,6 +183,12 @@ def test_a_causal_mask_is_not_made(name: str) -> None:
     regraft.testing.assert_round_trip(rg.FuseAttention(), model, (FULL, FULL, FULL))
 
 
+def test_a_mask_that_nobody_reads_any_more_is_gone() -> None:
+    gm = rg.trace(Three(CAUSAL["a buffer"]), (FULL, FULL, FULL))
+    assert "inner.known" in dict(gm.named_buffers())
+    assert "inner.known" not in dict(rg.FuseAttention()(gm).named_buffers())
+
+
 LATER = torch.ones(L, L, dtype=torch.bool).tril(1)
 NOT_CAUSAL: dict[str, Callable[..., Any]] = {
     "one later position": lambda m, q, k, v: fused(q, k, v, torch.ones(L, L, dtype=torch.bool).tril(1)),
@@ -202,6 +219,12 @@ def test_a_mask_of_the_caller_and_other_lengths_are_no_candidates() -> None:
     model = Three(lambda m, q, k, v: fused(q, k, v, torch.ones(L, L + 2, dtype=torch.bool).tril()))
     longer = torch.randn(B, H, L + 2, D)
     check_refused(rg.FuseAttention(), model, (FULL, longer, longer), "trace", "not known to be causal")
+
+
+def test_a_mask_of_the_caller_stays_where_attention_is_written_out() -> None:
+    model = Three(lambda m, q, k, v: written(q, k, v, future() & (v[..., :1] > 0)))
+    gm = check_applied(rg.FuseAttention(), model, (FULL, FULL, FULL), "trace")
+    assert "attn_mask" in call_of(gm).kwargs
 
 
 def test_a_scale_and_dropout_stay() -> None:

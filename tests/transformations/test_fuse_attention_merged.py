@@ -58,6 +58,8 @@ FORMS: dict[str, Callable[..., Any]] = {
     "bias and mask": lambda m, q, k, v: attend(products(m, q, k) + m.mask, v),
     "mask first": lambda m, q, k, v: attend(m.mask + products(m, q, k), v),
     "no bias": lambda m, q, k, v: attend(plain(q, k), v),
+    "left merged": lambda m, q, k, v: torch.bmm(torch.softmax(plain(q, k), -1).view(B * H, L, S), merged(v)),
+    "mask reshaped": lambda m, q, k, v: attend(m.mask[0, 0, 0].view(1, 1, 1, S) + plain(q, k), v),
     "no bias, mask": lambda m, q, k, v: attend(plain(q, k) + m.mask, v),
     "infinite mask": lambda m, q, k, v: attend(plain(q, k) + torch.where(m.hidden, -math.inf, 0.0).to(q.dtype), v),
 }
@@ -120,6 +122,13 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         "masked already",
     ),
     "other heads": (_other_heads, "merging the heads"),
+    "other rows": (
+        lambda m, q, k, v: torch.bmm(
+            torch.softmax(torch.bmm(merged(q), merged(k).transpose(1, 2)).view(B, H, S, L), -1).view(B * H, S, L),
+            merged(q),
+        ),
+        "parts more",
+    ),
     "not reshaped values": (
         lambda m, q, k, v: torch.bmm(torch.softmax(plain(q, k), -1).view(B * H, L, S), merged(v) * 2),
         "merging the heads",

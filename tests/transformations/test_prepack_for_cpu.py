@@ -199,6 +199,23 @@ def test_who_needs_the_usual_layout_gets_it(forward, form):
     assert [out.stride() for out in run(gm, IMAGE)] == [out.stride() for out in run(model, IMAGE)]
 
 
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x: F.layer_norm(self.a(x), (8,)).view(2, -1),
+        lambda self, x: self.norm(self.a(x)).view(2, -1),
+        lambda self, x: self.linear(self.a(x)).view(2, -1),
+        lambda self, x: (self.a(x) @ self.matrix).view(2, -1),
+        lambda self, x: (x * 2).view(self.a(x).shape[0], -1),
+    ],
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_what_has_the_usual_layout_is_left_alone(forward, form):
+    parts = {"norm": nn.LayerNorm(8), "linear": nn.Linear(8, 8), "matrix": nn.Parameter(torch.randn(8, 8))}
+    gm = packed(randomise(Wrap(forward, a=nn.Conv2d(4, 4, 1), **parts)), IMAGE, form)
+    assert not [node for node in gm.graph.nodes if node.target is torch.ops.aten.contiguous.default]
+
+
 def test_weights_that_change_are_packed_again():
     model = randomise(nn.Sequential(nn.Conv2d(4, 6, 3), nn.Flatten(), nn.Linear(6 * 7 * 6, 5)))
     gm = packed(model, IMAGE)

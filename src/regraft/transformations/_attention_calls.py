@@ -125,15 +125,11 @@ def _expanded(reshape: Call) -> Node | None:
     added = read(expand["input"], expand.owner) if expand is not None and expand.operation is EXPAND else None
     if expand is None or added is None or added.operation not in (UNSQUEEZE, INDEX):
         return None
-    source, wide, narrow = added["input"], value_of(expand.node), value_of(added.node)
-    before, after = value_of(source), value_of(reshape.node)
-    if before is None or wide is None or narrow is None or after is None or wide.ndim != 5 or narrow.ndim != 5:
+    source, wide = added["input"], value_of(expand.node)
+    before = value_of(source)
+    if before is None or wide is None or not _adds_third_axis(added):
         return None
-    if not _adds_third_axis(added) or not same_shape([*wide.shape[:2], *wide.shape[3:]], before.shape):
-        return None
-    sizes: tuple[Any, ...] = tuple(wide.shape[1:3])
-    fixed = all(isinstance(size, int) for size in sizes)
-    return source if fixed and sizes[0] * sizes[1] == after.shape[1] else None
+    return source if same_shape([*wide.shape[:2], *wide.shape[3:]], before.shape) else None
 
 
 def _adds_third_axis(call: Call) -> bool:

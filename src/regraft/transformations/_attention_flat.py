@@ -69,10 +69,10 @@ def fuse_merged(match: TreeMatch, edit: Edit, facts: Facts) -> str:
         *(facts.unchanged(node, first, result) for node in read_too),
     )
 
-    masks = list(scores.masks)
+    masks = scores.masks
     if scores.bias is not None:
         heads = (-1, weights.shape[1])
-        masks.insert(0, Mask(edit.insert(result, torch.unflatten, scores.bias, 0, heads)))
+        masks = [Mask(edit.insert(result, torch.unflatten, scores.bias, 0, heads)), *masks]
     mask, lost = one_mask(masks, query, edit, result, owner)
     keywords = {"scale": scores.scale} if mask is None else {"attn_mask": mask, "scale": scores.scale}
     value = edit.insert(result, F.scaled_dot_product_attention, *operands, name="attention", **keywords)

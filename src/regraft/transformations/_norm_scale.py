@@ -42,7 +42,7 @@ def fold_norm(match: Match, edit: Edit, facts: Facts) -> str:
     strangers = [user.name for user in readers if user not in [layer.node for layer in layers]]
     require(that(not strangers, f"the result of {norm.where} is also read by {', '.join(map(repr, strangers))}"))
     require(facts.plain(norm), facts.alone(norm), *(facts.plain(layer) for layer in layers))
-    require(*(facts.alone(layer) for layer in layers), facts.untouched(norm.node))
+    require(*(facts.alone(layer) for layer in layers))
     given = [weight for call in (norm, *layers) for name in ("weight", "bias") if (weight := call.weight(name))]
     require(
         facts.agree([(weight.name, weight.tensor) for weight in given]),
