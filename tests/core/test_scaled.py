@@ -9,7 +9,7 @@ from regraft.core import weights
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(7, 5), (1, 9), (6, 4, 3, 3), (3, 40)])
+@pytest.mark.parametrize("shape", [(7, 5), (1, 9), (6, 4, 3, 3), (3, 40), (5, 1 << 16)])
 @pytest.mark.parametrize("block", [1, 8, 30, 1 << 18])
 @pytest.mark.parametrize("along", ["rows", "columns", "both"])
 def test_blocks_make_no_difference(

@@ -144,7 +144,8 @@ def tests_of(mutant: Mutant) -> list[str]:
         question = mutant.what.partition("(")[0]
         asking = [rule for rule in RULES if f"facts.{question}(" in rule.read_text()]
         found = of_rules([*SHARED, *(stem for rule in asking for stem in rules_with(rule))])
-    shared = [here / "core" / "test_checkpoint.py"] if path.name in ("weights.py", "_batch_norm.py") else []
+    weights = ("test_checkpoint.py", "test_scaled.py") if path.name in ("weights.py", "_batch_norm.py") else ()
+    shared = [here / "core" / name for name in weights]
     return [*dict.fromkeys(map(str, (here / "mutation" / "test_survivors.py", *found, *shared)))]
 
 

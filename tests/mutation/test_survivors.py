@@ -329,7 +329,15 @@ def test_bounds_that_are_computed_are_no_activation_of_onednn() -> None:
     ]
 
 
-KINDS = (mkldnn.LINEAR, mkldnn.MKL, mkldnn.CONV, mkldnn.CONV_ADD, mkldnn.CONV_SUM)
+OPERATORS = {
+    mkldnn.LINEAR: "linear",
+    mkldnn.MKL: "sgemm",
+    mkldnn.CONV: "conv",
+    mkldnn.CONV_ADD: "conv_add",
+    mkldnn.CONV_SUM: "conv_sum",
+    mkldnn.TRANSPOSED: "transposed",
+}
+KINDS = tuple(OPERATORS)
 needs_onednn = pytest.mark.skipif(
     not (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()), reason="no oneDNN or no MKL"
 )
@@ -349,8 +357,27 @@ def test_every_operator_is_there_and_none_for_float64() -> None:
 def test_without_onednn_only_mkl_is_left(off: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = torch.backends.mkldnn if off == "is_available" else torch._C
     monkeypatch.setattr(owner, off, lambda: False)
-    assert [mkldnn._has(kind, torch.float32) for kind in KINDS] == [False, True, False, False, False]
+    assert [kind for kind in KINDS if mkldnn._has(kind, torch.float32)] == [mkldnn.MKL]
     assert not mkldnn._has(mkldnn.MKL, torch.bfloat16)
+
+
+@needs_onednn
+@pytest.mark.parametrize("broken", KINDS)
+@pytest.mark.filterwarnings("ignore:regraft does not use")
+def test_each_operator_is_tried_itself(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mkldnn, OPERATORS[broken], lambda *_: torch.zeros(()))
+    assert [kind for kind in KINDS if not mkldnn.works.__wrapped__(kind, torch.float32)] == [broken]
+
+
+@needs_onednn
+def test_so_many_sizes_of_an_input_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "SIZES", 2)
+    layer, counts = packed.PackedConv2d.of(nn.Conv2d(4, 4, 1)), []
+    with torch.no_grad():
+        for size in (5, 6, 7):
+            layer(torch.randn(2, 4, size, size))
+            counts.append(len(layer._packs))
+    assert counts == [1, 2, 1]
 
 
 @needs_onednn
@@ -369,7 +396,8 @@ def test_an_operator_that_fails_is_warned_of_once_and_not_for_each_activation(mo
 def test_the_operators_are_for_plain_calls_alone() -> None:
     x, weight = torch.randn(3, 4), torch.randn(4, 4)
     assert mkldnn.usable(x, weight, None)
-    assert not mkldnn.usable(x.to("meta"), weight.to("meta"), None)
+    for devices in (("meta", "meta"), ("cpu", "meta"), ("meta", "cpu")):
+        assert not mkldnn.usable(x.to(devices[0]), weight.to(devices[1]), None)
     with torch.autocast("cpu", torch.bfloat16):
         assert not mkldnn.usable(x, weight, None)
     with TorchDispatchMode():

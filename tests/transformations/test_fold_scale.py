@@ -155,6 +155,7 @@ NORMS: dict[str, Callable[[Any, Any], Any]] = {
     "shift alone": lambda m, x: m.l(F.layer_norm(x, (4,), None, m.z)),
     "RMS norm, functional": lambda m, x: m.q(F.rms_norm(x, (4,), m.v, 1e-3)),
     "functional layers": lambda m, x: (lambda n: F.linear(n, m.m) + F.linear(n, m.o, m.z2))(m.n(x)),
+    "functional layer, no shift": (lambda m, x: F.linear(m.r(x), m.o, m.z2)),
     "the size is read too": lambda m, x: (lambda n: m.l(n).view(n.shape[0], -1))(m.n(x)),
 }
 

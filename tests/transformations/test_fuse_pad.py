@@ -35,6 +35,10 @@ def test_other_numbers_of_axes(conv):
     check_applied(FUSE, net((0, 1), conv), (torch.randn(size),))
 
 
+def test_equal_ends_may_be_dilated():
+    check_applied(FUSE, net((1, 1, 2, 2), nn.Conv2d(3, 4, 3, dilation=2)), (torch.randn(2, 3, 9, 8),))
+
+
 def test_trained_weights_come_back():
     model = net((0, 1, 0, 1), nn.Conv2d(3, 4, 3, stride=2))
     gm = FUSE(rg.trace(model, (torch.randn(2, 3, 8, 8),)))
@@ -60,7 +64,11 @@ def test_what_was_trained_in_the_place_of_zeros_is_not_lost():
         (net((2, 1), nn.Conv2d(3, 4, 3)), "start"),
         (net((-1, 1), nn.Conv2d(3, 4, 3)), "start"),
         (net((1, 1, 1, 1, 0, 0), nn.Conv2d(3, 4, 3)), "axes"),
-        (net((0, 1), nn.Conv2d(3, 4, 3, dilation=2)), "dilated"),
+        (net((0, 1, 0, 1), nn.Conv2d(3, 4, 3, dilation=2)), "dilated"),
+        (
+            Wrap(lambda self, x: F.conv2d(F.pad(x, (1, 1)), self.w), w=nn.Parameter(torch.randn(4, 3, 3, 3))),
+            "a function call",
+        ),
         (net((1, 1), nn.Conv2d(3, 4, 3, padding=1)), "itself"),
         (net((1, 1), nn.Conv2d(3, 4, 3, padding="same")), "itself"),
         (net((1, 1), nn.Linear(10, 4)), "one convolution"),

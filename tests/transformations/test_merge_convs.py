@@ -41,6 +41,13 @@ def test_applied(form: str, axes: int, settings: dict[str, Any]) -> None:
     assert gm.get_submodule("a_b").weight.shape[0] == 8
 
 
+@pytest.mark.parametrize("x", [X[2][0], X[2][0][0]])
+def test_the_merged_value_has_its_shape(x: torch.Tensor) -> None:
+    gm = rg.MergeConvs()(rg.trace(two(a=nn.Conv2d(4, 3, 3), b=nn.Conv2d(4, 5, 3)), (x,)))
+    (merged,) = (node for node in gm.graph.nodes if node.op == "call_module")
+    assert merged.meta["val"].shape == gm.get_submodule("a_b")(x).shape
+
+
 def test_some_with_bias_and_without_a_batch() -> None:
     model = two(a=nn.Conv2d(4, 3, 1), b=nn.Conv2d(4, 5, 1, bias=False))
     check_applied(rg.MergeConvs(), model, (X[2][0][0],), "fx")
