@@ -20,7 +20,7 @@ import torch
 
 _MIN_PAIRS = 10
 # On a busy machine: go on for so many times as long while the interval is wider than this part of the ratio.
-_PATIENCE, _WIDE = 4, 0.1
+_PATIENCE, _WIDE = 2, 0.1
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def compare_speed(
         baseline: Called without arguments.
         candidate: Likewise.
         min_seconds: Measure for at least this long in all, unless `max_pairs` are reached; at least 10 pairs. On a busy
-            machine, where the interval is wider than a tenth of the ratio, for up to four times as long.
+            machine, where the interval is wider than a tenth of the ratio, for up to twice as long.
         warmup_seconds: Run each for at least this long first, and at least twice (compilers, caches, clocks).
         block_seconds: A block repeats its call until it takes about this long, so that the timer's grain and the
             call's own noise average out.
