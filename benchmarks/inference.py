@@ -136,12 +136,12 @@ def eager(model: Callable[..., Any], kwargs: dict[str, Any]) -> Call:
     return call
 
 
-def rewritten(model: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
-    """What a compiler or an engine is given: the graph with what they do not find by themselves."""
+def rewritten(model: nn.Module, kwargs: dict[str, Any], preset: str = "compile") -> nn.Module:
+    """The graph with all of a preset; by default what a compiler or an engine does not find by itself."""
     from regraft.optimize import presets
 
     gm = rg.trace(model, (), kwargs)
-    for transformation in presets.resolve("compile"):
+    for transformation in presets.resolve(preset):
         gm = transformation(gm, lint_and_recompile=False)
     return rg.LintAndRecompile()(gm)
 

@@ -102,7 +102,7 @@ def row(name: str, dtype: str, batch: int, peak: float, rate: float, seconds: fl
     work = flops(model, kwargs)
     size = weight_bytes(model) * DTYPES[dtype].itemsize // 4
     limit = max(work / peak, size / rate)
-    call = inference.regraft(model, kwargs) if dtype == "float32" else inference.regraft_fast(model, kwargs)
+    call = inference.eager(inference.rewritten(model, kwargs, "exact" if dtype == "float32" else "fast"), kwargs)
     del model
     taken = best_seconds(call, seconds)
     where = ", ".join(f"{operator} {share:.0%}" for operator, share in shares(call)[:4])

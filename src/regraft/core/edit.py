@@ -6,7 +6,7 @@ An `Edit` is the transaction of one site: it either happens wholly or leaves no 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from regraft.core.clone import clone_module, consumed
 from regraft.core.fx_private import rewrite_node
 from regraft.core.journal import SiteRecord, WeightRecord
 from regraft.core.modules import is_layer, module_at
+from regraft.core.ordinary import outside_inference_mode
 from regraft.core.query import Facts
 from regraft.core.reversal import Reversal
 from regraft.core.states import MARKS, Key, Recorder, Slot, write_slot
@@ -24,8 +25,6 @@ from regraft.core.weights import Derivation, Same
 
 Derived = tuple[Derivation, Sequence[Weight]]
 """A weight to be made: how, and from which weights."""
-
-_Made = TypeVar("_Made")
 
 
 class Edit:
@@ -136,7 +135,7 @@ class Edit:
             attributes: Settings of the new module that differ from those of `like`.
         """
         module = clone_module(like)
-        values = _ordinary(compute) if compute is not None and not self._dry else {}
+        values = outside_inference_mode(compute) if compute is not None and not self._dry else {}
         for key, derived in weights.items():
             target, value = f"{name}.{key}", values.get(key)
             module._parameters[key] = self._derive(target, derived, value) if derived is not None else None
@@ -263,9 +262,9 @@ class Edit:
         if value is None:
             tensors = [source.tensor.detach() for source in sources]
             if self._dry:
-                value = _ordinary(derivation.outline, *(tensor.to("meta") for tensor in tensors))
+                value = outside_inference_mode(derivation.outline, *(tensor.to("meta") for tensor in tensors))
             else:
-                value = _ordinary(derivation.compute, *tensors)
+                value = outside_inference_mode(derivation.compute, *tensors)
         trainable = any(source.tensor.requires_grad for source in sources)
         names = tuple(_join(self._path, source.name) for source in sources)
         self._weights.append(WeightRecord(_join(self._path, target), names, derivation, trainable))
@@ -285,12 +284,6 @@ class Edit:
     def _name_of(self, call: Call) -> str | None:
         """The name under which the call's module still stands; None where something new has taken its place."""
         return call.where if attribute(self.owner, call.where) is call.module else None
-
-
-def _ordinary(function: Callable[..., _Made], *args: Tensor) -> _Made:
-    """Call `function` for new weights that can be trained later, as none could that was made in inference mode."""
-    with torch.inference_mode(False), torch.no_grad():
-        return function(*args)
 
 
 def _mark(node: Node, mark: frozenset[str]) -> None:

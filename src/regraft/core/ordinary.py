@@ -7,8 +7,13 @@ speed and nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch import Tensor, nn
+
+Made = TypeVar("Made")
 
 try:
     from torch._C import _get_tracing_state, _is_any_autocast_enabled, _len_torch_dispatch_stack
@@ -37,3 +42,9 @@ def records_gradient(*tensors: Tensor | None) -> bool:
 def copies_last(weight: Tensor) -> bool:
     """Whether a copy of a weight can be kept: whether torch counts what is written to the weight."""
     return type(weight) in ORDINARY and not weight.is_inference()
+
+
+def outside_inference_mode(function: Callable[..., Made], *args: Tensor) -> Made:
+    """What a function makes of tensors; of weights that were made in inference mode none could be trained later."""
+    with torch.inference_mode(False), torch.no_grad():
+        return function(*args)

@@ -33,7 +33,8 @@ def build(flat: Flat) -> Run:
     sample = tuple(_usual(flat.sample))
     sizes = [tensor.shape for tensor in sample]
     with warnings.catch_warnings(), torch.no_grad(), _fusing():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        for remark in (DeprecationWarning, torch.jit.TracerWarning):  # sizes are fixed, so what is traced of them holds
+            warnings.simplefilter("ignore", remark)
         program = torch.jit.freeze(torch.jit.trace(Tensors(flat.module), sample, check_trace=False))
         _expect_understood(program)
         for _ in range(_CALLS):
