@@ -11,6 +11,7 @@ way every cache stays what it is, and `tests/capture/test_private_apis.py` fails
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ from torch.utils import _pytree as pytree
 _ATTRIBUTES = {"layers", "layer_class_to_replicate", "offloading"}
 _LAYER = {"keys", "values", "is_initialized"}
 _WINDOW = {"sliding_window", "cumulative_length", "record_past"}
-_KNOWN: dict[Any, bool] = {}
 
 
 @dataclass(frozen=True)
@@ -104,14 +104,9 @@ def state_of(cache: Any) -> State | None:
     return State(Form(tuple(windows), replicated is not None), leaves)
 
 
+@functools.cache
 def _is_known(library: Any) -> bool:
     """Whether the caches of this transformers are made inside as this file takes them apart."""
-    if library not in _KNOWN:  # a table, since Dynamo warns of functools.cache
-        _KNOWN[library] = _looks_known(library)
-    return _KNOWN[library]
-
-
-def _looks_known(library: Any) -> bool:
     try:
         cache, layer = library.DynamicCache(), library.DynamicLayer()
         pair, window = library.EncoderDecoderCache(cache, cache), library.DynamicSlidingWindowLayer(sliding_window=2)
