@@ -53,7 +53,7 @@ def test_everything_in_one_call() -> None:
     assert isinstance(result.model, type(model))
     assert result.model is not model
     assert result.verification.ok
-    assert result.benchmark.pairs >= 10
+    assert result.benchmark.pairs >= 12
     assert [(s.transformation, s.applied, s.kept) for s in result.steps] == [
         ("FoldBatchNorm()", 1, True),
         ("MergeLinears()", 1, True),
@@ -118,10 +118,52 @@ def test_images_are_of_the_size_that_the_config_names() -> None:
     assert grafts_of(dropin).calls["forward"] == 2
 
 
+PAIR = [rg.FoldBatchNorm(), rg.MergeLinears()]
+
+
 def test_no_difference_does_not_pay(monkeypatch) -> None:
-    times(monkeypatch, FASTER, SAME, FASTER)
-    result = run(heads(), (image(),), transformations=[rg.FoldBatchNorm(), rg.MergeLinears()])
+    times(monkeypatch, FASTER, SAME, SAME, FASTER)
+    result = run(heads(), (image(),), transformations=PAIR)
     assert [step.kept for step in result.steps] == [True, False]
+    assert result.steps[1].reason.startswith("taken back, in the whole no difference shown")
+    assert [step.transformation for step in rg.history(result.graph_module)] == ["FoldBatchNorm"]
+
+
+def test_a_step_that_pays_only_with_a_later_one_stays(monkeypatch) -> None:
+    times(monkeypatch, SAME, FASTER, FASTER, FASTER)
+    result = run(heads(), (image(),), transformations=PAIR)
+    assert [step.kept for step in result.steps] == [True, True]
+    assert result.steps[0].reason.startswith("in the whole faster")
+    assert result.steps[0].comparison is FASTER
+
+
+def test_of_several_undecided_steps_each_is_judged(monkeypatch) -> None:
+    times(monkeypatch, SAME, SAME, FASTER, FASTER, SAME, FASTER, FASTER)
+    model, x = heads(), image()
+    result = run(model, (x,), transformations=[*PAIR, rg.PrepackForCpu()])
+    assert [step.kept for step in result.steps] == [False, True, True]
+    left = rg.history(result.graph_module)
+    assert [step.transformation for step in left] == ["MergeLinears", "PrepackForCpu"]
+    assert [step.records for step in result.steps[1:]] == [(step,) for step in left]
+    assert result.verification.ok
+    result.undo()
+    assert not rg.history(result.graph_module)
+    with torch.no_grad():
+        assert all(map(torch.equal, result.graph_module(x), model(x)))
+
+
+def test_what_does_not_run_without_an_undecided_step_keeps_it(monkeypatch) -> None:
+    times(monkeypatch, SAME, FASTER, FASTER)
+    monkeypatch.setattr(steps.Stepper, "_without", lambda self, indices: [][0])
+    assert [step.kept for step in run(heads(), (image(),), transformations=PAIR).steps] == [True, True]
+
+
+def test_where_weights_are_large_nothing_waits(monkeypatch) -> None:
+    times(monkeypatch, SAME, FASTER, FASTER)
+    monkeypatch.setattr(steps, "LARGE", 0)
+    result = run(heads(), (image(),), transformations=PAIR)
+    assert [step.kept for step in result.steps] == [False, True]
+    assert result.steps[0].reason.startswith("taken back, no difference shown")
 
 
 @pytest.mark.parametrize("final", [SLOWER, SAME])

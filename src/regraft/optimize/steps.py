@@ -19,6 +19,11 @@ from regraft.core.transformation import Transformation
 from regraft.optimize.subjects import Graph
 from regraft.verify import Comparison, Verification, compare_speed
 
+logger = logging.getLogger("regraft")
+
+LARGE = 2 << 30
+"""Bytes of weights beyond which nothing is done unasked that takes room for the weights once more."""
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -68,19 +73,22 @@ class Stepper:
         self.results: list[StepResult] = []
         self._measured = measured
         self._seconds = seconds
+        self._captured = copy.copy(graph.gm)
+        self._taken: list[Transformation] = []
+        self._undecided: list[int] = []
 
     def take(self, transformation: Transformation) -> None:
-        """Apply one transformation, and take it back where it does not pay.
+        """Apply one transformation, and take it back where it is slower or fails.
+
+        One that makes no difference that can be shown stays until `settle`, since a later one may stand on it.
 
         Args:
             transformation: The transformation.
         """
         before = copy.copy(self.graph.gm)
-        known = {step.id for step in history(self.graph.gm)}
-        with _without_remarks():
-            made = transformation(self.graph.gm)
-        records = tuple(step for step in history(made) if step.id not in known)
+        made, records = _applied(transformation, self.graph.gm)
         result = _result(self.graph.name, transformation, records)
+        self._taken.append(transformation)
         if not result.applied and made is self.graph.gm:
             self.results.append(replace(result, reason=_why_nothing(records)))
             return
@@ -88,20 +96,69 @@ class Stepper:
             self.graph.gm = made
             self.results.append(replace(result, kept=True, reason='kept unmeasured, as keep="all" asks'))
             return
-        graph = self.graph
         try:
-            comparison = compare_speed(graph.runner(before.forward), graph.runner(made.forward), **clock(self._seconds))
+            comparison = self._compared(before, made)
         except Exception as error:  # whatever a graph raises that was rewritten wrongly
             self._restore(made, records)
             failure = f"taken back, it raised {type(error).__name__}: {error}".splitlines()[0]
             self.results.append(replace(result, reason=failure))
             return
-        if comparison.faster:
-            self.graph.gm = made
-            self.results.append(replace(result, kept=True, reason=comparison.reason, comparison=comparison))
+        result = replace(result, comparison=comparison)
+        if comparison.slower or not (comparison.faster or self._may_wait()):
+            self._restore(made, records)
+            self.results.append(replace(result, reason=f"taken back, {comparison.reason}"))
             return
-        self._restore(made, records)
-        self.results.append(replace(result, reason=f"taken back, {comparison.reason}", comparison=comparison))
+        if not comparison.faster:
+            self._undecided.append(len(self.results))
+        self.graph.gm = made
+        self.results.append(replace(result, kept=True, reason=comparison.reason))
+
+    def _may_wait(self) -> bool:
+        """Whether there is room for one more set of packed weights, which a graph without some steps has of its own."""
+        return sum(tensor.nbytes for tensor in self.graph.gm.parameters()) <= LARGE
+
+    def settle(self) -> None:
+        """Judge by the whole what alone made no difference that could be shown; take back what makes none there.
+
+        All such steps are left out together first; where that is slower and they are several, then one by one.
+        """
+        undecided, self._undecided = self._undecided, []
+        if undecided and self._needed(undecided) and len(undecided) > 1:
+            for index in undecided:
+                self._needed([index])
+
+    def _needed(self, indices: Sequence[int]) -> bool:
+        """Whether the graph is faster with these steps than without; where it is not, they are taken back."""
+        try:
+            left_out, records = self._without(indices)
+            comparison = self._compared(left_out, self.graph.gm)
+        except Exception as error:  # the others alone were never run together
+            logger.info("%s does not run without what is undecided: %s", self.graph.name, error)
+            return True
+        needed, verdict = comparison.faster, f"in the whole {comparison.reason}"
+        for index in indices:
+            reason = verdict if needed else f"taken back, {verdict}"
+            self.results[index] = replace(self.results[index], kept=needed, reason=reason, comparison=comparison)
+        if not needed:
+            self.graph.gm = left_out
+            for index, made in records.items():
+                found, counted = self.results[index], _result(self.graph.name, self._taken[index], made)
+                self.results[index] = replace(
+                    found, applied=counted.applied, refused=counted.refused, records=counted.records
+                )
+        return needed
+
+    def _without(self, indices: Sequence[int]) -> tuple[GraphModule, dict[int, tuple[Step, ...]]]:
+        """The graph made anew without some of the steps that stand, and what its history says of the others."""
+        gm, records = copy.copy(self._captured), {}
+        for index, result in enumerate(self.results):
+            if result.kept and index not in indices:
+                gm, records[index] = _applied(self._taken[index], gm)
+        return gm, records
+
+    def _compared(self, before: GraphModule, made: GraphModule) -> Comparison:
+        graph = self.graph
+        return compare_speed(graph.runner(before.forward), graph.runner(made.forward), **clock(self._seconds))
 
     def _restore(self, made: GraphModule, records: tuple[Step, ...]) -> None:
         if made is self.graph.gm:
@@ -117,10 +174,7 @@ class Stepper:
         """
         if not other.kept:
             return
-        known = {step.id for step in history(self.graph.gm)}
-        with _without_remarks():
-            self.graph.gm = transformation(self.graph.gm)
-        records = tuple(step for step in history(self.graph.gm) if step.id not in known)
+        self.graph.gm, records = _applied(transformation, self.graph.gm)
         result = _result(self.graph.name, transformation, records)
         kept = bool(result.applied)
         self.results.append(
@@ -140,6 +194,14 @@ class Stepper:
             if step.id in standing:
                 undo(self.graph.gm, step)
         self.results[index] = replace(result, kept=False, reason=reason)
+
+
+def _applied(transformation: Transformation, gm: GraphModule) -> tuple[GraphModule, tuple[Step, ...]]:
+    """What a transformation makes of a graph, and what the history says of it."""
+    known = {step.id for step in history(gm)}
+    with _without_remarks():
+        made = transformation(gm)
+    return made, tuple(step for step in history(made) if step.id not in known)
 
 
 @contextlib.contextmanager

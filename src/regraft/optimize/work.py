@@ -145,6 +145,9 @@ class Work:
                     stepper.take(transformation)
                 else:
                     stepper.follow(transformation, example.results[index])
+            if self.measured:
+                self.progress.next(f"{stepper.graph.name}: all steps together")
+                stepper.settle()
             share_weights(self.graphs[0].gm, stepper.graph.gm)
 
     def verify(self) -> None:

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-_MIN_PAIRS = 10
+# Twelve, because the interval may then leave out two at either end, where with ten it is one.
+_MIN_PAIRS = 12
 # On a busy machine: go on for so many times as long while the interval is wider than this part of the ratio.
 _PATIENCE, _WIDE = 2, 0.1
 
@@ -108,7 +109,7 @@ def compare_speed(
     Args:
         baseline: Called without arguments.
         candidate: Likewise.
-        min_seconds: Measure for at least this long in all, unless `max_pairs` are reached; at least 10 pairs. On a busy
+        min_seconds: Measure for at least this long in all, unless `max_pairs` are reached; at least 12 pairs. On a busy
             machine, where the interval is wider than a tenth of the ratio, for up to twice as long.
         warmup_seconds: Run each for at least this long first, and at least twice (compilers, caches, clocks).
         block_seconds: A block repeats its call until it takes about this long, so that the timer's grain and the

@@ -19,7 +19,7 @@ from regraft.core.mutation import Mutations
 from regraft.dropin import Entry
 from regraft.optimize.engines.flat import Engine, Flat
 from regraft.optimize.presets import OTHER_KERNELS, PACKING
-from regraft.optimize.steps import clock, worst_sentence
+from regraft.optimize.steps import LARGE, clock, worst_sentence
 from regraft.optimize.subjects import Graph
 from regraft.verify import Comparison, compare_speed, verify
 
@@ -34,8 +34,6 @@ ENGINES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 #: what is tried where torch itself is to run the graph: what comes with it, and needs neither a compiler nor a package
 OF_TORCH = ("onednn",)
-# Bytes of weights up to which it is tried unasked: an engine packs them once more.
-_UNASKED = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -104,27 +102,34 @@ def adopt_engine(
         measured: Whether one that is not faster is left.
         bound: What the graph itself is held to, where that is not its own error, as `verify` takes it.
     """
+
+    def timed(baseline: Callable[..., Any], candidate: Engine) -> Comparison:
+        return compare_speed(graph.runner(baseline), graph.runner(_by_name(candidate)), **clock(seconds))
+
     tried: dict[str, str] = {}
     comparisons: dict[str, Comparison] = {}
     rewriting: dict[str, Comparison] = {}
     best, taken = 1.0, "torch"
     size = sum(tensor.nbytes for tensor in graph.gm.parameters())
     for name in _names(wanted):
-        if wanted == "torch" and size > _UNASKED:
+        if wanted == "torch" and size > LARGE:
             tried[name] = f"not tried unasked: it would take the {size / 1e9:.1f} GB of the weights once more"
             continue
         engine = _built(name, graph, _without(graph.gm, PACKING), bound, tried)
         if engine is None:
             continue
+        found = timed(graph.gm.forward, engine)
+        tried[name], comparisons[name] = found.reason, found
+        if wanted == "torch" and not found.faster:  # nobody asked what the rewrites add to it
+            continue
         alone = _built(name, graph, _without(graph.gm, None), bound, {}) if history(graph.gm) else None
         if alone is not None:
-            added = compare_speed(graph.runner(_by_name(alone)), graph.runner(_by_name(engine)), **clock(seconds))
+            added = timed(_by_name(alone), engine)
             rewriting[name] = added
-            engine = alone if added.slower and measured else engine
-        found = compare_speed(graph.runner(graph.gm.forward), graph.runner(_by_name(engine)), **clock(seconds))
-        tried[name], comparisons[name] = found.reason, found
-        if engine is alone:
-            tried[name] += ", on the graph as it was captured"
+            if added.slower and measured:
+                engine = alone
+                found = timed(graph.gm.forward, engine)
+                tried[name], comparisons[name] = f"{found.reason}, on the graph as it was captured", found
         wins = found.faster and found.ratio < best
         if wins or (wanted == name and not measured):
             best, taken, entry.engine = found.ratio, name, engine
