@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import symbolic_trace
 from torch.nn import functional as F
 
 from regraft.core.errors import NotCovered
@@ -90,7 +94,7 @@ OPERATORS: dict[str, Function] = {
     "variance": lambda x: x.var((2, 3)),
     "permuted": lambda x: x.permute(0, 2, 3, 1).reshape(2, 12, -1),
     "concatenated": lambda x: torch.cat([x, x * 2], 1),
-    "chunks": lambda x: torch.add(*x.chunk(2, 1)),
+    "chunks": lambda x: torch.add(x.chunk(2, 1)[0], x.chunk(2, 1)[1]),
     "every second": lambda x: x[:, 1::2],
     "expanded": lambda x: x[:1].expand(2, 6, 12, 10),
     "chosen": lambda x: torch.where(x > 0.1, x, -x),
@@ -110,6 +114,7 @@ class Of(nn.Module):
     def __init__(self, *functions: Function) -> None:
         super().__init__()
         self.functions = functions
+        self.modules_of_it = nn.ModuleList(f for f in functions if isinstance(f, nn.Module))
 
     def forward(self, x: Tensor) -> Tensor:
         for function in self.functions:
@@ -119,7 +124,7 @@ class Of(nn.Module):
 
 def built(module: nn.Module, *sample: Tensor) -> Callable[[list[Tensor]], list[Tensor]]:
     module(*sample)  # makes its weights, which are not part of the program
-    return onednn_graph.build(SimpleNamespace(module=module, sample=list(sample)))
+    return onednn_graph.build(SimpleNamespace(module=symbolic_trace(module), sample=list(sample)))
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -146,3 +151,55 @@ def test_other_sizes_are_not_covered() -> None:
 def test_it_is_fused_at_all() -> None:
     built(Of(lambda x: F.relu(F.conv2d(x, weight(6, 6, 1, 1)))), weight(*SIZE))([weight(*SIZE)])
     assert "oneDNNFusionGroup" in str(torch.jit.last_executed_optimized_graph())
+
+
+CRASHES = """
+from test_onednn_graph import Of, built, weight
+x, c = weight(4, 6), weight(6)
+run = built(Of(lambda x: x * c * c), x)
+assert all(run([x])[0].allclose(x * c * c) for _ in range(6))
+print("right")
+"""
+
+
+def test_what_would_end_the_process_does_not() -> None:
+    """Of two products with one tensor of fewer axes oneDNN Graph writes beyond the end; in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", CRASHES], cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert done.stdout.strip() == "right", done.stderr[-2000:]
+
+
+def test_both_sides_become_apart() -> None:
+    column = weight(6, 1, 1)
+
+    def function(x: Tensor) -> Tensor:
+        repeated = x[:, :1].expand(2, 6, 12, 10)
+        return (x + repeated) * column + x.sigmoid() * x.size(1)
+
+    x = weight(*SIZE)
+    gm = symbolic_trace(Of(function))
+    apart = onednn_graph._Apart(gm, [x])
+    larger = [
+        (node.name, [n.name for n in given], set(given.values())) for node, given in apart.larger.items() if given
+    ]
+    assert larger == [("add", ["expand"], {x.shape}), ("mul", ["_tensor_constant0"], {x.shape})]
+    assert torch.equal(apart(x), gm(x))
+
+
+def test_a_graph_inside_of_a_graph_is_refused() -> None:
+    gm = symbolic_trace(Of(F.relu))
+    gm.add_module("inner", symbolic_trace(Of(F.relu)))
+    with pytest.raises(ValueError, match="graphs inside"):
+        onednn_graph._Apart(gm, [weight(*SIZE)])
+
+
+@pytest.mark.parametrize("after", [lambda y: y + weight(*SIZE), lambda y: weight(*SIZE) - y, lambda y: y * W10])
+@pytest.mark.parametrize("norm", [nn.LayerNorm(10), lambda x: F.layer_norm(x, [10], W10, W10)])
+def test_a_layer_norm_that_a_tensor_is_added_to(norm: Function, after: Function) -> None:
+    module, x = Of(norm, after), weight(*SIZE)
+    (found,) = built(module, x)([x])
+    torch.testing.assert_close(found, module(x), rtol=0, atol=1e-5)
+
+
+def test_a_largest_element_is_not_of_the_size_of_the_others() -> None:
+    module, x = Of(lambda x: x.max() + x.amax(1, keepdim=True) + torch.max(x, x.tanh())), weight(*SIZE)
+    torch.testing.assert_close(built(module, x)([x])[0], module(x))

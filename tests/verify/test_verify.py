@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from regraft.core.errors import VerificationError
+from regraft.verify import oracle as oracle_module
 from regraft.verify import verify
 
 HALF = [torch.float16, torch.bfloat16]
@@ -391,3 +392,14 @@ def test_one_object_is_remarked_upon(model: Model, x: torch.Tensor) -> None:
     result = verify(model, model, (x,))
     assert result.ok
     assert "one object" in result.notes[0]
+
+
+def test_an_oracle_makes_its_copy_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = []
+    in_precision = oracle_module.in_precision
+    monkeypatch.setattr(oracle_module, "in_precision", lambda *given: copies.append(given) or in_precision(*given))
+    model, x = Model().eval(), torch.randn(3, 32)
+    oracle = oracle_module.Oracle(model, float64=True, seed=0)
+    assert verify(oracle, copy.deepcopy(model), (x,)).ok
+    assert not verify(oracle, lambda x: {**model(x), "hidden": model(x)["hidden"] + 1e-3}, (x,)).ok
+    assert len(copies) == 1

@@ -7,6 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from regraft.core.errors import CaptureError
 from regraft.core.graph_module import GraphModule, adopt
 from regraft.dropin import Entry, Reader, share
 from regraft.optimize.observing import beyond_the_window, calls_of_generate
+from regraft.verify.oracle import Oracle
 
 logger = logging.getLogger("regraft")
 
@@ -47,6 +49,11 @@ class Graph:
     reference: Callable[..., Any]
     more: tuple[Inputs, ...] = ()
     like: str | None = None
+
+    @cached_property
+    def oracle(self) -> Oracle:
+        """The original and its float64 copy, made once for all verifications."""
+        return Oracle(self.reference, float64=True, seed=0)
 
     @property
     def cache(self) -> Any:

@@ -171,7 +171,7 @@ class Work:
         graph = stepper.graph
         args, kwargs = graph.inputs
         bound = self._bound(graph)
-        return compare_results(graph.reference, graph.candidate(), args, kwargs, extra_inputs=graph.more, **bound)
+        return compare_results(graph.oracle, graph.candidate(), args, kwargs, extra_inputs=graph.more, **bound)
 
     def _bound(self, graph: Graph) -> dict[str, Any]:
         kept = [step for stepper in self.steppers if stepper.graph is graph for step in stepper.results if step.kept]

@@ -27,7 +27,7 @@ Model = Callable[..., Any] | ExportedProgram
 
 
 def verify(
-    reference: Model,
+    reference: Model | Oracle,
     candidate: Model,
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -55,8 +55,9 @@ def verify(
     this runs.
 
     Args:
-        reference: What is right: a module, a graph module, an `ExportedProgram` or any callable.
-        candidate: What is checked, likewise.
+        reference: What is right: a module, a graph module, an `ExportedProgram` or any callable. An `Oracle` of one
+            keeps its float64 copy for the next verification; it has `float64` and `seed` of its own.
+        candidate: What is checked: a module, a graph module, an `ExportedProgram` or any callable.
         args: Positional arguments of both, a tuple.
         kwargs: Keyword arguments of both.
         factor: How many times the reference's error the candidate's may be, in place of 2 and 3.
@@ -84,10 +85,12 @@ def verify(
     >>> verify(model, lambda x: model(x) + 1e-3, (x,)).ok
     False
     """
-    right, checked = _callable(reference, "reference"), _callable(candidate, "candidate")
+    oracle = reference if isinstance(reference, Oracle) else None
+    right = _callable(reference, "reference") if oracle is None else oracle.reference
+    checked = _callable(candidate, "candidate")
     inputs = check_call(right, args, kwargs)
     more = checked_extra(right, extra_inputs)
-    check = _Check(right, checked, Rule(factor, rtol, atol), seed, float64)
+    check = _Check(oracle or Oracle(right, float64=float64, seed=seed), checked, Rule(factor, rtol, atol))
     cases = [check.case("the sample", inputs, given=True)]
     if vary_sizes:
         cases += check.other_sizes(inputs)
@@ -122,14 +125,12 @@ def _remarks(reference: Callable[..., Any], candidate: Callable[..., Any]) -> It
 class _Check:
     """One verification under way."""
 
-    def __init__(
-        self, reference: Callable[..., Any], candidate: Callable[..., Any], rule: Rule, seed: int, float64: bool
-    ) -> None:
+    def __init__(self, oracle: Oracle, candidate: Callable[..., Any], rule: Rule) -> None:
         self.candidate = candidate
         self.rule = rule
-        self.seed = seed
-        self.oracle = Oracle(reference, float64=float64, seed=seed)
-        self.generator = torch.Generator().manual_seed(seed)
+        self.seed = oracle.seed
+        self.oracle = oracle
+        self.generator = torch.Generator().manual_seed(oracle.seed)
         self.notes: list[str] = []
 
     def other_sizes(self, inputs: Inputs) -> list[Case]:

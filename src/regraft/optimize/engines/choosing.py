@@ -162,7 +162,7 @@ def _built(name: str, graph: Graph, gm: GraphModule, bound: Mapping[str, Any], t
         tried[name] = f"cannot run it ({type(error).__name__}: {text[:160]})"
         return None
     bound = {"factor": OTHER_KERNELS, **bound}
-    found = verify(graph.reference, _candidate(graph, engine), (), kwargs, extra_inputs=graph.more, **bound)
+    found = verify(graph.oracle, _candidate(graph, engine), (), kwargs, extra_inputs=graph.more, **bound)
     if not found.ok:
         tried[name] = f"is not right: {worst_sentence(found)}"
         return None

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 from torch.fx.graph import CodeGen
@@ -92,10 +92,10 @@ class Flat:
             return torch.export.export(Tensors(self.module), tuple(sample), dynamic_shapes=(tuple(axes),), strict=False)
 
 
-class Tensors(torch.nn.Module):
-    """A graph module that returns its tensors in a tuple, for inference."""
+class Tensors(nn.Module):
+    """A graph module, or what stands for one, that returns its tensors in a tuple, for inference."""
 
-    def __init__(self, module: GraphModule) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.training = False
         self.module = module

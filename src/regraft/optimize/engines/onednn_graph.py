@@ -7,16 +7,25 @@ only public way to it and is deprecated, so a torch without it says so here, and
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.node import map_arg
 
 from regraft.core.errors import NotCovered
+from regraft.core.modules import graph_modules
 from regraft.optimize.engines.flat import Flat, Run, Tensors
 
+_BROADCASTING = {
+    *(name + end for name in ("add", "sub", "mul", "div", "masked_fill") for end in ("", "_")),
+    *(f"i{name}" for name in ("add", "sub", "mul", "truediv")),
+    *("truediv", "true_divide", "multiply", "subtract", "divide", "maximum", "minimum", "max", "min", "where", "pow"),
+}
+"""Operations whose tensors may be of several sizes, by the names of their functions and methods."""
 _CALLS = 3
 """So many calls until a program is what it stays: one is observed, the next is compiled for what was seen."""
 
@@ -35,7 +44,8 @@ def build(flat: Flat) -> Run:
     with warnings.catch_warnings(), torch.no_grad(), _fusing():
         for remark in (DeprecationWarning, torch.jit.TracerWarning):  # sizes are fixed, so what is traced of them holds
             warnings.simplefilter("ignore", remark)
-        program = torch.jit.freeze(torch.jit.trace(Tensors(flat.module), sample, check_trace=False))
+        module = Tensors(_Apart(flat.module, sample))
+        program = torch.jit.freeze(torch.jit.trace(module, sample, check_trace=False))
         _expect_understood(program)
         for _ in range(_CALLS):
             program(*sample)
@@ -48,6 +58,84 @@ def build(flat: Flat) -> Run:
         return results
 
     return run
+
+
+class _Apart(nn.Module):
+    """A graph without what oneDNN Graph goes wrong at when it fuses an addition, a product or the like.
+
+    That is tensors that are not of one size, or that have several elements in one place: it reads and writes beyond
+    some of them, and `x * c * c` with a `c` of fewer axes ends the process. And a layer norm that nothing else reads:
+    the other tensor is taken for one of its own. Such tensors become dense ones of their own, constants once and for
+    all when the program is frozen.
+
+    Args:
+        gm: The graph.
+        sample: Its inputs.
+    """
+
+    def __init__(self, gm: GraphModule, sample: Sequence[Tensor]) -> None:
+        super().__init__()
+        if len(graph_modules(gm)) > 1:
+            raise ValueError("the graph has graphs inside of it")
+        self.gm = gm
+        values = _Values(gm)
+        values.run(*sample)
+        self.larger = {node: values.to_enlarge(node) for node in gm.graph.nodes if _name(node, gm) in _BROADCASTING}
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """What the graph gives."""
+        return _Enlarging(self.gm, self.larger).run(*inputs)
+
+
+class _Values(Interpreter):
+    """Runs a graph and notes of every tensor its size, and whether several of its elements are in one place."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        super().__init__(gm)
+        self.sizes: dict[Node, torch.Size] = {}
+        self.repeated: set[Node] = set()
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if isinstance(result, Tensor):
+            self.sizes[n] = result.shape
+            if any(step == 0 and size > 1 for step, size in zip(result.stride(), result.shape)):
+                self.repeated.add(n)
+        return result
+
+    def to_enlarge(self, node: Node) -> dict[Node, torch.Size]:
+        """The tensors that a call is not to be given as they are, with the size that they become."""
+        given = [argument for argument in node.all_input_nodes if argument in self.sizes]
+        if len(given) < 2 or node not in self.sizes:
+            return {}
+        size = self.sizes[node]
+        return {a: size for a in given if self.sizes[a] != size or a in self.repeated or self._lonely_norm(a)}
+
+    def _lonely_norm(self, node: Node) -> bool:
+        return len(node.users) == 1 and _name(node, self.module) == "layer_norm"
+
+
+class _Enlarging(Interpreter):
+    """Runs a graph with some of the tensors that its calls are given made larger."""
+
+    def __init__(self, gm: GraphModule, larger: Mapping[Node, Mapping[Node, torch.Size]]) -> None:
+        super().__init__(gm)
+        self._larger = larger
+
+    def fetch_args_kwargs_from_env(self, n: Node) -> Any:
+        larger = self._larger.get(n, {})
+
+        def load(argument: Node) -> Any:
+            value, size = self.env[argument], larger.get(argument)
+            return value if size is None else value.expand(size).clone(memory_format=torch.contiguous_format)
+
+        return map_arg((n.args, n.kwargs), load)
+
+
+def _name(node: Node, gm: nn.Module) -> str:
+    if node.op == "call_module":
+        return "layer_norm" if isinstance(gm.get_submodule(str(node.target)), nn.LayerNorm) else ""
+    return str(getattr(node.target, "__name__", node.target)).partition(".")[0]
 
 
 def _expect_understood(program: torch.jit.ScriptModule) -> None:
