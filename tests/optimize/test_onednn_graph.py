@@ -185,6 +185,35 @@ def test_both_sides_become_apart() -> None:
     assert torch.equal(apart(x), gm(x))
 
 
+def heads_of_a_token(x: Tensor) -> Tensor:
+    return x[:1, :1, :1].reshape(1, 1, 5, 2).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.relu(heads_of_a_token(x) * weight(1, 1, 1, 2)),
+        lambda x: torch.relu(heads_of_a_token(x) * 2 + 1),
+        lambda x: heads_of_a_token(x) + heads_of_a_token(x).exp(),
+        lambda x: heads_of_a_token(x.tanh()).add_(heads_of_a_token(x * 2)) * 3,
+    ],
+)
+def test_an_axis_of_one_element_with_a_step_of_its_own(function: Function) -> None:
+    module, x = Of(function), weight(*SIZE)
+    run = built(module, x)
+    for _ in range(3):
+        torch.testing.assert_close(run([x])[0], module(x))
+
+
+def test_what_lies_oddly() -> None:
+    x = torch.randn(2, 3, 4)
+    odd = onednn_graph._lies_oddly
+    assert not any(map(odd, (x, x.mT, x[:, :2], x[:, None], x[..., None], x[:1], x[:1].permute(0, 2, 1), x[0, 0, 0])))
+    assert odd(x[:, :1].expand(2, 3, 4))
+    assert odd(torch.randn(1, 1, 12, 64).transpose(1, 2))
+    assert not odd(torch.randn(1, 8, 6, 6).to(memory_format=torch.channels_last))
+
+
 def test_a_graph_inside_of_a_graph_is_refused() -> None:
     gm = symbolic_trace(Of(F.relu))
     gm.add_module("inner", symbolic_trace(Of(F.relu)))

@@ -26,6 +26,7 @@ _BROADCASTING = {
     *("truediv", "true_divide", "multiply", "subtract", "divide", "maximum", "minimum", "max", "min", "where", "pow"),
 }
 """Operations whose tensors may be of several sizes, by the names of their functions and methods."""
+_IN_PLACE = {name for name in _BROADCASTING if name.endswith("_")} | {"iadd", "isub", "imul", "itruediv"}
 _CALLS = 3
 """So many calls until a program is what it stays: one is observed, the next is compiled for what was seen."""
 
@@ -64,9 +65,10 @@ class _Apart(nn.Module):
     """A graph without what oneDNN Graph goes wrong at when it fuses an addition, a product or the like.
 
     That is tensors that are not of one size, or that have several elements in one place: it reads and writes beyond
-    some of them, and `x * c * c` with a `c` of fewer axes ends the process. And a layer norm that nothing else reads:
-    the other tensor is taken for one of its own. Such tensors become dense ones of their own, constants once and for
-    all when the program is frozen.
+    some of them, and `x * c * c` with a `c` of fewer axes ends the process. Then tensors with an axis of one element
+    whose step is not what it would be by itself, as between the heads of a transposed single token. And a layer norm
+    that nothing else reads: the other tensor is taken for one of its own. Such tensors become dense ones of their own,
+    constants once and for all when the program is frozen.
 
     Args:
         gm: The graph.
@@ -88,28 +90,33 @@ class _Apart(nn.Module):
 
 
 class _Values(Interpreter):
-    """Runs a graph and notes of every tensor its size, and whether several of its elements are in one place."""
+    """Runs a graph and notes of every tensor its size, and whether oneDNN Graph goes wrong at where it lies."""
 
     def __init__(self, gm: GraphModule) -> None:
         super().__init__(gm)
         self.sizes: dict[Node, torch.Size] = {}
-        self.repeated: set[Node] = set()
+        self.odd: set[Node] = set()
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
         if isinstance(result, Tensor):
             self.sizes[n] = result.shape
-            if any(step == 0 and size > 1 for step, size in zip(result.stride(), result.shape)):
-                self.repeated.add(n)
+            if _lies_oddly(result):
+                self.odd.add(n)
         return result
 
     def to_enlarge(self, node: Node) -> dict[Node, torch.Size]:
         """The tensors that a call is not to be given as they are, with the size that they become."""
         given = [argument for argument in node.all_input_nodes if argument in self.sizes]
-        if len(given) < 2 or node not in self.sizes:
+        size = self.sizes.get(node)
+        if size is None or not given:
             return {}
-        size = self.sizes[node]
-        return {a: size for a in given if self.sizes[a] != size or a in self.repeated or self._lonely_norm(a)}
+        several = len(given) > 1
+        if _name(node, self.module) in _IN_PLACE:  # what is written to has to stay what it is
+            del given[0]
+        return {
+            a: size for a in given if a in self.odd or (several and (self.sizes[a] != size or self._lonely_norm(a)))
+        }
 
     def _lonely_norm(self, node: Node) -> bool:
         return len(node.users) == 1 and _name(node, self.module) == "layer_norm"
@@ -130,6 +137,20 @@ class _Enlarging(Interpreter):
             return value if size is None else value.expand(size).clone(memory_format=torch.contiguous_format)
 
         return map_arg((n.args, n.kwargs), load)
+
+
+def _lies_oddly(tensor: Tensor) -> bool:
+    """Whether several elements are in one place, or an axis of one element has a step that it would not have by itself.
+
+    The first axes of one element are taken for what they are, whatever their step.
+    """
+    within = False
+    for axis, (size, step) in enumerate(zip(tensor.shape, tensor.stride())):
+        own = tensor.shape[axis + 1] * tensor.stride(axis + 1) if axis + 1 < tensor.ndim else 1
+        if (size > 1 and step == 0) or (size == 1 and within and step != own):
+            return True
+        within = within or size > 1
+    return False
 
 
 def _name(node: Node, gm: nn.Module) -> str:
