@@ -17,7 +17,7 @@ from helpers import FORMS, Wrap, assert_matches_float64, capture, check_applied,
 from regraft.transformations import _mkldnn as mkldnn
 from regraft.transformations._activations import NONE, Activation
 from regraft.transformations._packed import CONVOLUTIONS as PACKED
-from regraft.transformations._packed import PackedConv2d, PackedLinear
+from regraft.transformations._packed import FEW_FEATURES, PackedConv2d, PackedLinear
 
 PACK = rg.PrepackForCpu()
 DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if mkldnn.works(mkldnn.CONV, dtype)]
@@ -236,20 +236,29 @@ def test_weights_that_change_are_packed_again():
 
 @pytest.mark.skipif(not mkldnn.works(mkldnn.MKL, torch.float32), reason="a build without MKL")
 def test_a_float32_weight_is_packed_for_a_number_of_rows_that_comes_twice_running():
-    model = randomise(nn.Sequential(nn.Linear(7, 5)))
-    gm = PACK(capture(model, (torch.randn(4, 7),), "fx"))
+    model = randomise(nn.Sequential(nn.Linear(FEW_FEATURES + 1, 5)))
+    gm = PACK(capture(model, (torch.randn(4, FEW_FEATURES + 1),), "fx"))
     layer = gm.get_submodule("0")
     assert isinstance(layer, PackedLinear)
     packs = []
     # one that does not come back, few rows, more, still more, and the oldest of three goes
     for rows in (6, 4, 6, 3, 3, 1, 1, 4, 4, 6, 6, 9, 9):
-        x = torch.randn(rows, 7)
+        x = torch.randn(rows, FEW_FEATURES + 1)
         assert_matches_float64(model, gm, (x,))
         packs.append((rows, sorted(layer._packs)))
     assert packs == [
         *((6, []), (4, []), (6, []), (3, []), (3, []), (1, []), (1, [])),
         *((4, []), (4, [4]), (6, [4]), (6, [4, 6]), (9, [4, 6]), (9, [6, 9])),
     ]
+
+
+@pytest.mark.parametrize("activation", [nn.Identity(), nn.GELU(), nn.SiLU()])
+def test_a_float32_weight_of_few_features_is_packed_once_for_all_rows(activation):
+    model = randomise(nn.Sequential(nn.Linear(FEW_FEATURES, 5), activation))
+    gm = PACK(capture(model, (torch.randn(4, FEW_FEATURES),), "fx"))
+    for rows in (6, 1, 9):
+        assert_matches_float64(model, gm, (torch.randn(rows, FEW_FEATURES),))
+    assert list(gm.get_submodule("0")._packs) == ["onednn"]
 
 
 def test_moving_and_copying():

@@ -43,6 +43,8 @@ NOTHING: dict[str, tuple[Callable[[Any, Any], Any], int]] = {
     "contiguous before reshape": (lambda m, x: (x * 2).t().contiguous().reshape(2, 6) * 2, 1),
     "contiguous twice": (lambda m, x: x.t().contiguous().contiguous().view(-1) * 2, 1),
     "squeeze": (lambda m, x: x.squeeze(-1) * 2, 1),
+    "pad": (lambda m, x: torch.nn.functional.pad(x, (0, 0, 0, 0)) * 2, 1),
+    "pad by another mode": (lambda m, x: torch.nn.functional.pad(x[None], [0, 0], "reflect") * 2, 1),
 }
 
 
@@ -275,6 +277,16 @@ def test_constants_follow_the_size_limit() -> None:
     assert "32 bytes" in rg.history(gm)[-1].refused[0].reason
     rg.RemoveDeadWork()(gm)
     assert rg.history(gm)[-1].applied
+
+
+def test_below_a_constant_that_is_too_large_what_is_small_enough_is_folded() -> None:
+    model = Wrap(lambda m, x: x + (torch.arange(3.0)[:, None] * 2) * torch.arange(4.0).sin())
+    gm = rg.trace(model, X)
+    rg.RemoveDeadWork(largest_constant=40)(gm)
+    (step,) = rg.history(gm)
+    assert ["48 bytes" in refusal.reason for refusal in step.refused] == [True]
+    assert [node.op for node in gm.graph.nodes if "constant" in node.name] == ["get_attr", "get_attr"]
+    assert torch.equal(gm(*X), model(*X))
 
 
 def test_a_trained_constant_read_elsewhere_is_refused() -> None:

@@ -59,7 +59,7 @@ class Rewrite(ReversibleTransformation):
         ['x', 'mul_1', 'add', 'output']
     """
 
-    pattern: ClassVar[Pattern]
+    pattern: Pattern
     exhaustive: ClassVar[bool] = False
 
     @abstractmethod

@@ -150,7 +150,7 @@ class Grafts:
         """
         if self._watch is None:
             held = {id(t) for entry in self.entries for t in (*entry.gm.parameters(), *entry.gm.buffers())}
-            self._watch = Watch(model, held)
+            self._watch = Watch(model, held=held)
         return self._watch
 
     def renew(self, model: nn.Module) -> None:

@@ -32,23 +32,23 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class Watch:
-    """Remembers the modules, weights, hooks and settings of a model.
+    """Remembers the modules, weights, hooks and settings of a model, or of several that share some.
 
     Args:
-        model: The model.
+        models: The models.
         held: The `id` of each tensor that the graphs hold themselves, whose values they see change.
     """
 
-    def __init__(self, model: nn.Module, held: Collection[int]) -> None:
-        modules = list(model.modules())
+    def __init__(self, *models: nn.Module, held: Collection[int] = ()) -> None:
+        modules = list(dict.fromkeys(chain.from_iterable(model.modules() for model in models)))
         self._states = list(map(vars, modules))
         tables: list[Any] = [table for m in modules for table in (m._parameters, m._buffers, m._modules) if table]
         self._tables: list[dict[str, Any]] = tables
         self._contents = list(chain.from_iterable(map(dict.values, self._tables)))
-        inner = [getattr(m, name) for m in modules if m is not model for name in _HOOKS]
+        inner = [getattr(m, name) for m in modules if m not in models for name in _HOOKS]
         self._hooks: list[dict[int, Any]] = [hooks for hooks in inner if isinstance(hooks, dict)]
         self._hook_count = sum(map(len, self._hooks))
-        tensors = [value for value in self._contents if isinstance(value, Tensor)]
+        tensors = list({id(value): value for value in self._contents if isinstance(value, Tensor)}.values())
         self._parameters = [value for value in tensors if isinstance(value, nn.Parameter)]
         self._tensors = tensors
         self._dtypes = list(map(_dtype, tensors))
@@ -56,7 +56,7 @@ class Watch:
         self._versions = sum(map(_version, self._read))
         self._plain = [t for t in self._read if type(t) in (Tensor, nn.Parameter)]
         self._pointers = list(map(Tensor.data_ptr, self._plain))
-        config = getattr(model, "config", None)
+        config = getattr(models[0], "config", None)
         self._config: dict[str, Any] = vars(config) if hasattr(config, "__dict__") else {}
         self._settings = copy.deepcopy(_settings(self._config))
 

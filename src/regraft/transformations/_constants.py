@@ -22,12 +22,15 @@ from regraft.core.vocabulary import Weight, attribute
 from regraft.core.weights import Derivation
 
 
-def constants(owner: GraphModule, same: Mapping[Node, Node]) -> Iterator[Node]:
+def constants(owner: GraphModule, same: Mapping[Node, Node], limit: int) -> Iterator[Node]:
     """The values that depend on weights and numbers alone, and are read by something that does not.
+
+    What is too large to be folded is among them, and so is what it reads.
 
     Args:
         owner: The graph module.
         same: Nodes that go because another node has their value, each with that node.
+        limit: The most bytes that a folded constant may take.
     """
     found: set[Node] = set()
     for node in owner.graph.nodes:
@@ -35,11 +38,17 @@ def constants(owner: GraphModule, same: Mapping[Node, Node]) -> Iterator[Node]:
             found.add(node)
     read: set[Node] = set()
     for node in owner.graph.nodes:
-        if node not in found and node not in same:
+        if (node not in found or bytes_of(node) > limit) and node not in same:
             read.update(same.get(value, value) for value in node.all_input_nodes)
     for node in owner.graph.nodes:
         if node in found and node in read and node.op != "get_attr" and value_of(node) is not None:
             yield node
+
+
+def bytes_of(node: Node) -> float:
+    """How much memory the value of a node takes; none where that is not known."""
+    value = value_of(node)
+    return 0 if value is None else value.numel() * value.element_size()
 
 
 def piece(root: Node, owner: GraphModule) -> list[Node] | None:
@@ -64,9 +73,10 @@ def fold_constant(match: Match, edit: Edit, facts: Facts, limit: int) -> str:
     assert value is not None
     assert nodes is not None
     weights = {node: _weight(node, match.owner) for node in nodes if node.op == "get_attr"}
-    size = value.numel() * value.element_size()
     require(
-        that(size <= limit, f"the constant {root.name!r} would take {size} bytes, more than {limit}"),
+        that(
+            bytes_of(root) <= limit, f"the constant {root.name!r} would take {bytes_of(root)} bytes, more than {limit}"
+        ),
         facts.returned(root),
         *(facts.untouched(node) for node in nodes),
         *(_read_here_alone(facts, weight) for weight in weights.values()),

@@ -14,7 +14,7 @@ from regraft.core.flow import known
 from regraft.core.mutation import writes
 from regraft.core.pattern import Match, Pattern, near_miss
 from regraft.core.values import same_shape, target_name, value_of
-from regraft.core.vocabulary import DIVIDE, DROPOUT, IDENTITY, LINEAR, MULTIPLY, RESHAPE, read
+from regraft.core.vocabulary import DIVIDE, DROPOUT, IDENTITY, LINEAR, MULTIPLY, PAD, RESHAPE, read
 from regraft.transformations._constants import constants, piece
 
 _CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool", "_to_copy"}
@@ -23,12 +23,19 @@ _VIEWS |= {"broadcast_to"}
 
 
 class Redundant(Pattern):
-    """Nodes whose value another node has already, each with that node; then constants, and what nobody reads."""
+    """Nodes whose value another node has already, each with that node; then constants, and what nobody reads.
+
+    Args:
+        largest_constant: The most bytes that a folded constant may take.
+    """
+
+    def __init__(self, largest_constant: int) -> None:
+        self._limit = largest_constant
 
     def candidates(self, owner: GraphModule) -> Iterator[tuple[Node, ...]]:
         same = dict(_repeated(owner))
         yield from same.items()
-        yield from ((node,) for node in constants(owner, same))
+        yield from ((node,) for node in constants(owner, same, self._limit))
         yield from ((node,) for node in owner.graph.nodes if node.users and _stranger(node, owner) is not None)
         wanted: set[Node] = set()
         for node in reversed(owner.graph.nodes):
@@ -118,6 +125,8 @@ def unchanged_value(node: Node, owner: GraphModule) -> Node | None:
         return _before_reshaping(source, after, owner)
     if before is None or after is None or not _like(before, after):
         return None
+    if call is not None and call.operation is PAD:
+        return source if _pads_nothing(call["pad"]) else None
     if call is not None and call.operation in (MULTIPLY, DIVIDE):
         return source if _is_one(call["other"]) and call["rounding_mode"] is None else None
     if name in _CASTS:
@@ -134,7 +143,7 @@ def copies(node: Node, source: Node, owner: GraphModule) -> bool:
     name = target_name(node).partition(".")[0] if node.op != "call_module" else ""
     if name == "contiguous":
         return not _laid_out(source, owner)
-    if name in ("mul", "truediv", "div") or node.all_input_nodes[0] is not source:
+    if name in ("mul", "truediv", "div", "pad", "constant_pad_nd") or node.all_input_nodes[0] is not source:
         return True  # the first of several reshapes may have copied
     return (
         name in ("clone", "_to_copy") or bool(node.kwargs.get("copy")) or any(value is True for value in node.args[1:])
@@ -152,6 +161,10 @@ def _before_reshaping(source: Node, after: Tensor | None, owner: GraphModule) ->
             return None
         source = call.input
     return None
+
+
+def _pads_nothing(pad: Any) -> bool:
+    return isinstance(pad, (list, tuple)) and all(isinstance(width, int) and width == 0 for width in pad)
 
 
 def _is_one(value: Any) -> bool:

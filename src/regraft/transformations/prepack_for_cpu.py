@@ -24,15 +24,15 @@ class PrepackForCpu(Rewrite):
 
     `activation(W x + b + other)` in one call of oneDNN, which finds the weight in the layout that it works in. Between
     convolutions values are channels last; outputs, and views that need it, get the usual layout back. Float32 linear
-    layers are packed by MKL, for the number of rows that comes twice running. Of a linear layer's neighbours only the
-    activation is fused: oneDNN's addition is many times slower there than torch's.
+    layers of more than 256 inputs are packed by MKL, for the number of rows that comes twice running. Of a linear
+    layer's neighbours only the activation is fused: oneDNN's addition is many times slower there than torch's.
 
     Transposed convolutions are packed over two axes, and others over one to three; in float32 those over one axis only
     with groups, because oneDNN's are no faster else. Every call is right at every size; a new image size packs again,
     once. Gradients, autocast, tracing and other
     devices get the plain layers. The layers stay what they are (`nn.Linear`, `nn.Conv2d`, the same parameters), and
-    saving, copying and moving them is as before. The packed copy takes the weight's memory once more (a float32 linear
-    layer's: once for each of the last two numbers of rows).
+    saving, copying and moving them is as before. The packed copy takes the weight's memory once more (MKL's: once
+    for each of the last two numbers of rows).
 
     Example:
         >>> import torch, regraft as rg

@@ -14,7 +14,7 @@ from regraft.transformations._redundant import Redundant, copies, identity_of, u
 
 
 class RemoveDeadWork(Rewrite):
-    """Remove dead nodes, identities, eval-mode dropout, casts, views and copies that do nothing, and repeated work.
+    """Remove dead nodes, identities, eval-mode dropout, casts, views, pads and copies that do nothing; work done twice.
 
     `f(x) = x` for the first kinds; `y = f(x), z = f(x)` becomes `z = y`. What depends on constants alone is computed
     once. Nothing is removed that draws random numbers or writes into a value, no copy that protects a value from being
@@ -34,10 +34,10 @@ class RemoveDeadWork(Rewrite):
     """
 
     preserves_computation = True
-    pattern = Redundant()
 
     def __init__(self, largest_constant: int = 1 << 20) -> None:
         self.largest_constant = largest_constant
+        self.pattern = Redundant(largest_constant)
 
     def rewrite(self, match: Match, edit: Edit, facts: Facts) -> str:
         """See `Rewrite.rewrite`."""

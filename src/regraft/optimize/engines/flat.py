@@ -129,7 +129,7 @@ class Engine:
         both = (flat.module, gm)  # the graph that an engine was given may be another
         if any(t.is_inference() for module in both for t in chain(module.parameters(), module.buffers())):
             raise ValueError("its weights were made in inference mode, where torch does not count what is written")
-        self._watches = [Watch(module, ()) for module in both]
+        self._watch = Watch(*both)
 
     def __call__(self, call: Mapping[str, Any]) -> Any:
         """Run a call.
@@ -153,4 +153,4 @@ class Engine:
             return False
         if type(self._gm).forward is not self._forward:
             return False
-        return not any(watch.training or watch.hooked or watch.change() is not None for watch in self._watches)
+        return not (self._watch.training or self._watch.hooked or self._watch.change() is not None)
