@@ -67,8 +67,10 @@ def test_the_order_alternates() -> None:
 
 def test_pairs_and_repeats_are_bounded() -> None:
     clock = Clock()
-    slow = compare(clock, clock.program("a", 10.0), clock.program("b", 10.0))
+    slow = compare(clock, clock.program("a", 10.0, 0.1), clock.program("b", 10.0, 0.1, 7))
     assert slow.pairs == 12
+    clock = Clock()
+    assert compare(clock, clock.program("a", 10.0), clock.program("b", 9.5)).pairs == 8, "they agree"
     assert slow.calls == 1
     clock = Clock()
     short = compare_speed(

@@ -147,7 +147,7 @@ def _optimize(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--report", metavar="FILE.html", help="write a report that people look at, in one file")
     sub.add_argument("--plots", metavar="FOLDER", help="write the report's plots as PNG files")
     sub.add_argument("--engine", choices=ENGINES, help="what runs the rewritten graph; auto takes the fastest (torch)")
-    sub.add_argument("--seconds", type=float, help="measure each step for about this long (1)")
+    sub.add_argument("--seconds", type=float, help="measure each step for about this long (0.5)")
     sub.add_argument("--keep", choices=KEEP, help="keep what was measured to be faster, or all of it (measured)")
     sub.add_argument("--no-verify", dest="verify", action="store_false", default=None, help="do not verify the result")
 

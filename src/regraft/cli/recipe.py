@@ -61,7 +61,7 @@ class Recipe:
     preset: str = "exact"
     keep: str = "measured"
     engine: str = "torch"
-    seconds: float = 1.0
+    seconds: float = 0.5
     verify: bool = True
     transformations: tuple[Choice, ...] | None = None
 

@@ -29,14 +29,14 @@ def optimize(
     verify: bool = True,
     keep: Literal["measured", "all"] = "measured",
     engine: str = "torch",
-    seconds: float = 1.0,
+    seconds: float = 0.5,
 ) -> Optimized:
     """Make a model faster on this machine: capture it, rewrite its graph, verify the result, and keep what pays.
 
     Each transformation is applied and timed against the graph without it, in alternating pairs. One whose 95 % interval
-    lies wholly above 1 is taken back at once; one whose interval contains 1 is left out once more when all others are
-    there, and taken back unless that is slower. A model whose graph ends up no faster than the model itself is left as
-    it is. The caller's model is never changed; the result shares its weights.
+    lies wholly above 1 is taken back at once; those whose interval contains 1 are left out once more, together, when
+    all others are there, and taken back unless that is slower. A model whose graph ends up no faster than the model
+    itself is left as it is. The caller's model is never changed; the result shares its weights.
 
     Args:
         model: A module, a graph module or an `ExportedProgram`.

@@ -118,35 +118,32 @@ class Stepper:
         return sum(tensor.nbytes for tensor in self.graph.gm.parameters()) <= LARGE
 
     def settle(self) -> None:
-        """Judge by the whole what alone made no difference that could be shown; take back what makes none there.
+        """Judge together, with all other steps there, those that alone made no difference that could be shown.
 
-        All such steps are left out together first; where that is slower and they are several, then one by one.
+        Where the graph is no faster with them than without, they are taken back.
         """
         undecided, self._undecided = self._undecided, []
-        if undecided and self._needed(undecided) and len(undecided) > 1:
-            for index in undecided:
-                self._needed([index])
-
-    def _needed(self, indices: Sequence[int]) -> bool:
-        """Whether the graph is faster with these steps than without; where it is not, they are taken back."""
+        if not undecided:
+            return
         try:
-            left_out, records = self._without(indices)
+            left_out, records = self._without(undecided)
             comparison = self._compared(left_out, self.graph.gm)
         except Exception as error:  # the others alone were never run together
             logger.info("%s does not run without what is undecided: %s", self.graph.name, error)
-            return True
-        needed, verdict = comparison.faster, f"in the whole {comparison.reason}"
-        for index in indices:
+            return
+        needed, names = comparison.faster, [type(self._taken[index]).__name__.lstrip("_") for index in undecided]
+        for index in undecided:
+            others = " and ".join(name for at, name in zip(undecided, names) if at != index)
+            verdict = f"in the whole{f', with {others}' if others else ''}, {comparison.reason}"
             reason = verdict if needed else f"taken back, {verdict}"
             self.results[index] = replace(self.results[index], kept=needed, reason=reason, comparison=comparison)
         if not needed:
             self.graph.gm = left_out
             for index, made in records.items():
-                found, counted = self.results[index], _result(self.graph.name, self._taken[index], made)
+                counted = _result(self.graph.name, self._taken[index], made)
                 self.results[index] = replace(
-                    found, applied=counted.applied, refused=counted.refused, records=counted.records
+                    self.results[index], applied=counted.applied, refused=counted.refused, records=counted.records
                 )
-        return needed
 
     def _without(self, indices: Sequence[int]) -> tuple[GraphModule, dict[int, tuple[Step, ...]]]:
         """The graph made anew without some of the steps that stand, and what its history says of the others."""

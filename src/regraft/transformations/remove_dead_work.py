@@ -37,7 +37,11 @@ class RemoveDeadWork(Rewrite):
 
     def __init__(self, largest_constant: int = 1 << 20) -> None:
         self.largest_constant = largest_constant
-        self.pattern = Redundant(largest_constant)
+
+    @property
+    def pattern(self) -> Redundant:  # type: ignore[override]  # nobody sets it
+        """See `Rewrite.pattern`."""
+        return Redundant(self.largest_constant)
 
     def rewrite(self, match: Match, edit: Edit, facts: Facts) -> str:
         """See `Rewrite.rewrite`."""

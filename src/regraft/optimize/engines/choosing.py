@@ -120,9 +120,10 @@ def adopt_engine(
             continue
         found = timed(graph.gm.forward, engine)
         tried[name], comparisons[name] = found.reason, found
-        if wanted == "torch" and not found.faster:  # nobody asked what the rewrites add to it
-            continue
-        alone = _built(name, graph, _without(graph.gm, None), bound, {}) if history(graph.gm) else None
+        asked = wanted != "torch" and history(
+            graph.gm
+        )  # otherwise nobody wants to wait for what the rewrites add to it
+        alone = _built(name, graph, _without(graph.gm, None), bound, {}) if asked else None
         if alone is not None:
             added = timed(_by_name(alone), engine)
             rewriting[name] = added
