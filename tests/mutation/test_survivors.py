@@ -423,11 +423,13 @@ def test_each_call_takes_the_operator_that_it_should(monkeypatch: pytest.MonkeyP
     for name in ("linear", "sgemm", "pack_sgemm", "pack_conv", "conv", "conv_add", "conv_sum"):
         spied(name)
     with torch.no_grad():
-        layer, x = packed.PackedLinear.of(nn.Linear(4, 4)), torch.randn(16, 4)
-        for _ in range(3):
-            layer(x)
-        assert calls == ["pack_sgemm", "sgemm", "sgemm"]
-        calls.clear()
+        few = packed.FEW_FEATURES
+        for inputs, expected in ((few, ["linear"] * 3), (few + 1, ["pack_sgemm", "sgemm", "sgemm"])):
+            layer, x = packed.PackedLinear.of(nn.Linear(inputs, 4)), torch.randn(16, inputs)
+            for _ in range(3):
+                layer(x)
+            assert calls == expected
+            calls.clear()
         conv = packed.PackedConv2d.of(nn.Conv2d(4, 4, 1))
         conv(IMAGE)
         conv(IMAGE)
