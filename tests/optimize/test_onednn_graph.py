@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -232,3 +233,64 @@ def test_a_layer_norm_that_a_tensor_is_added_to(norm: Function, after: Function)
 def test_a_largest_element_is_not_of_the_size_of_the_others() -> None:
     module, x = Of(lambda x: x.max() + x.amax(1, keepdim=True) + torch.max(x, x.tanh())), weight(*SIZE)
     torch.testing.assert_close(built(module, x)([x])[0], module(x))
+
+
+class Grown(nn.Module):
+    """Operators in a row, each with the places of the values that it reads; the last value is the result."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        rng = random.Random(seed)
+        sizes = [rng.choice((1, 1, 2, 3, 6)) for _ in range(rng.randint(2, 4))]
+        self.values = [torch.randn(sizes, generator=torch.Generator().manual_seed(seed))]
+        self.steps: list[tuple[Callable[..., Tensor], list[int]]] = []
+        for _ in range(rng.randint(3, 8)):
+            self._grow(rng, rng.choice((len(self.values) - 1, rng.randrange(len(self.values)))))
+        self.sample = self.values[0]
+
+    def _grow(self, rng: random.Random, place: int) -> None:
+        value = self.values[place]
+        sizes, last, axes = tuple(value.shape), value.shape[-1], rng.sample(range(value.ndim), 2)
+        shorter = [p for p, v in enumerate(self.values) if _fits(v, value)]
+        wide, other = weight(rng.choice((1, 4, 6)), last), rng.choice(shorter)
+        join = rng.choice((torch.add, torch.sub, torch.mul, torch.maximum))
+        step, places = rng.choice(
+            [
+                *((f, [place]) for f in (torch.relu, torch.sigmoid, torch.tanh, F.gelu, F.silu, lambda v: v * 2 + 1)),
+                *(((lambda v: F.linear(v, wide)), [place]), ((lambda v: F.layer_norm(v, (last,))), [place])),
+                *((join, [place, other]), (join, [other, place]), ((lambda v: join(v, weight(last))), [place])),
+                ((lambda v: v.softmax(-1)), [place]),
+                ((lambda v: torch.cat([v, v.tanh()], axes[0])), [place]),
+                ((lambda v: v.transpose(*axes)), [place]),
+                ((lambda v: v[..., : (last + 1) // 2]), [place]),
+                ((lambda v: v.narrow(axes[0], 0, 1).expand(sizes)), [place]),
+            ]
+        )
+        self.steps.append((step, places))
+        self.values.append(step(*(self.values[p] for p in places)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = [x]
+        for step, places in self.steps:
+            values.append(step(*(values[p] for p in places)))
+        return values[-1]
+
+
+def _fits(value: Tensor, other: Tensor) -> bool:
+    try:
+        return torch.broadcast_shapes(value.shape, other.shape) == other.shape
+    except RuntimeError:
+        return False
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_random_network(seed: int) -> None:
+    """With views, branches and tensors of fewer axes, at which oneDNN Graph has ended the process or been wrong."""
+    net = Grown(seed)
+    try:
+        run = built(net, net.sample)
+    except (RuntimeError, IndexError) as error:
+        pytest.skip(f"it cannot run it: {str(error).splitlines()[-1]}")
+    expected = net(net.sample)
+    for _ in range(3):
+        torch.testing.assert_close(run([net.sample])[0], expected, rtol=0, atol=1e-5 * float(expected.abs().max() + 1))
