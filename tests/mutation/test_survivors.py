@@ -415,7 +415,9 @@ def test_each_call_takes_the_operator_that_it_should(monkeypatch: pytest.MonkeyP
         real = getattr(mkldnn, name)
         monkeypatch.setattr(mkldnn, name, lambda *args: (calls.append(name), real(*args))[1])
 
+    few, many = packed.FEW_FEATURES, packed.MANY_PRODUCTS // (4 * packed.FEW_FEATURES)
     with torch.no_grad():  # whether an operator works is tried once, before the calls are counted
+        packed.PackedLinear.of(nn.Linear(few, 4))(torch.randn(many, few))
         warm, addend = packed.PackedConv2d.of(nn.Conv2d(4, 4, 1)), IMAGE.to(memory_format=torch.channels_last)
         warm(IMAGE), warm(IMAGE, addend)
         [packed.PackedLinear.of(nn.Linear(4, 4))(torch.randn(16, 4)) for _ in range(3)]
@@ -423,9 +425,9 @@ def test_each_call_takes_the_operator_that_it_should(monkeypatch: pytest.MonkeyP
     for name in ("linear", "sgemm", "pack_sgemm", "pack_conv", "conv", "conv_add", "conv_sum"):
         spied(name)
     with torch.no_grad():
-        few = packed.FEW_FEATURES
-        for inputs, expected in ((few, ["linear"] * 3), (few + 1, ["pack_sgemm", "sgemm", "sgemm"])):
-            layer, x = packed.PackedLinear.of(nn.Linear(inputs, 4)), torch.randn(16, inputs)
+        by_mkl = ["pack_sgemm", "sgemm", "sgemm"]
+        for inputs, rows, expected in ((few, many, ["linear"] * 3), (few, many - 1, by_mkl), (few + 1, many, by_mkl)):
+            layer, x = packed.PackedLinear.of(nn.Linear(inputs, 4)), torch.randn(rows, inputs)
             for _ in range(3):
                 layer(x)
             assert calls == expected

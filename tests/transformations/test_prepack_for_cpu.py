@@ -17,7 +17,7 @@ from helpers import FORMS, Wrap, assert_matches_float64, capture, check_applied,
 from regraft.transformations import _mkldnn as mkldnn
 from regraft.transformations._activations import NONE, Activation
 from regraft.transformations._packed import CONVOLUTIONS as PACKED
-from regraft.transformations._packed import FEW_FEATURES, PackedConv2d, PackedLinear
+from regraft.transformations._packed import FEW_FEATURES, MANY_PRODUCTS, PackedConv2d, PackedLinear
 
 PACK = rg.PrepackForCpu()
 DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if mkldnn.works(mkldnn.CONV, dtype)]
@@ -252,13 +252,15 @@ def test_a_float32_weight_is_packed_for_a_number_of_rows_that_comes_twice_runnin
     ]
 
 
+@pytest.mark.skipif(not mkldnn.works(mkldnn.MKL, torch.float32), reason="a build without MKL")
 @pytest.mark.parametrize("activation", [nn.Identity(), nn.GELU(), nn.SiLU()])
-def test_a_float32_weight_of_few_features_is_packed_once_for_all_rows(activation):
-    model = randomise(nn.Sequential(nn.Linear(FEW_FEATURES, 5), activation))
+def test_a_large_float32_product_of_few_inputs_is_packed_once_for_all_rows(activation):
+    model = randomise(nn.Sequential(nn.Linear(FEW_FEATURES, 64), activation))
     gm = PACK(capture(model, (torch.randn(4, FEW_FEATURES),), "fx"))
-    for rows in (6, 1, 9):
+    many = MANY_PRODUCTS // (64 * FEW_FEATURES)
+    for rows, expected in ((many, ["onednn"]), (many + 1, ["onednn"]), (many - 1, ["onednn"]), (many - 1, None)):
         assert_matches_float64(model, gm, (torch.randn(rows, FEW_FEATURES),))
-    assert list(gm.get_submodule("0")._packs) == ["onednn"]
+        assert list(gm.get_submodule("0")._packs) == (expected or ["onednn", many - 1])
 
 
 def test_moving_and_copying():

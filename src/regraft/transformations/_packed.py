@@ -25,6 +25,8 @@ FEW_ROWS = 3
 """Up to so many rows a float32 product reads the weight once whatever its layout, and MKL's packed one is no faster."""
 FEW_FEATURES = 256
 """Up to so many inputs MKL's packed float32 product is no faster than oneDNN's, which computes the activation too."""
+MANY_PRODUCTS = 1 << 24
+"""But from so many multiplications on: a call of oneDNN's takes twenty microseconds before it begins."""
 PACKS = 2
 """So many packed float32 copies of a weight are kept, each for one number of rows."""
 SIZES = 64
@@ -89,8 +91,8 @@ class PackedLinear(Packed, nn.Linear):
         if weight is None or not mkldnn.usable(input, weight, bias) or input.ndim < 2 or not input.numel():
             return self.activation.plain(F.linear(input, self.weight, self.bias))
         packs = self._fresh(weight)
-        few = weight.shape[1] <= FEW_FEATURES
-        if few or weight.dtype is not torch.float32 or self.activation.algorithm == "tanh":
+        fast = weight.shape[1] <= FEW_FEATURES and input.numel() * weight.shape[0] >= MANY_PRODUCTS
+        if fast or weight.dtype is not torch.float32 or self.activation.algorithm == "tanh":
             return self._by_onednn(input, weight, bias, packs)
         return self.activation.write(self._by_sgemm(input, weight, bias, packs))
 

@@ -24,8 +24,9 @@ class PrepackForCpu(Rewrite):
 
     `activation(W x + b + other)` in one call of oneDNN, which finds the weight in the layout that it works in. Between
     convolutions values are channels last; outputs, and views that need it, get the usual layout back. Float32 linear
-    layers of more than 256 inputs are packed by MKL, for the number of rows that comes twice running. Of a linear
-    layer's neighbours only the activation is fused: oneDNN's addition is many times slower there than torch's.
+    layers are packed by MKL, for the number of rows that comes twice running, but for large products of up to 256
+    inputs. Of a linear layer's neighbours only the activation is fused: oneDNN's addition is many times slower there
+    than torch's.
 
     Transposed convolutions are packed over two axes, and others over one to three; in float32 those over one axis only
     with groups, because oneDNN's are no faster else. Every call is right at every size; a new image size packs again,
