@@ -289,6 +289,20 @@ def test_below_a_constant_that_is_too_large_what_is_small_enough_is_folded() -> 
     assert torch.equal(gm(*X), model(*X))
 
 
+def test_a_constant_of_no_fixed_size() -> None:
+    def chosen(m: Any, x: Any) -> Any:
+        places = m.mask.nonzero()
+        return x + places.sum(), x.sum() + places
+
+    model = Wrap(chosen, mask=torch.arange(400_000) % 3 == 0)
+    gm = rg.trace(model, X)
+    rg.RemoveDeadWork()(gm)
+    (step,) = rg.history(gm)
+    assert [node.name for node in gm.graph.nodes if "constant" in node.name] == ["sum_1_constant"]
+    assert any("no fixed size" in refusal.reason for refusal in step.refused)
+    assert all(map(torch.equal, gm(*X), model(*X)))
+
+
 def test_a_trained_constant_read_elsewhere_is_refused() -> None:
     model = Wrap(lambda m, x: x * (m.w + 1) + m.w, w=nn.Parameter(torch.randn(4)))
     gm = rg.trace(model, X)

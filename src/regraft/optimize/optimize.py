@@ -87,6 +87,6 @@ def optimize(
         raise ValueError(f"seconds={seconds}, but has to be positive")
     with Progress(total=len(chosen) + 3) as progress:
         subject = subject_of(model, args, kwargs, dynamic_shapes, progress.next)
-        progress.total = len(subject.graphs) * (len(chosen) + 2) + 1
+        progress.total = len(subject.graphs) * (len(chosen) + 2 + (keep == "measured")) + 1
         settings = Settings(chosen, dynamic_shapes, keep == "measured", engine, seconds)
         return Work(subject, verify, settings, progress).run().result()

@@ -38,17 +38,18 @@ def constants(owner: GraphModule, same: Mapping[Node, Node], limit: int) -> Iter
             found.add(node)
     read: set[Node] = set()
     for node in owner.graph.nodes:
-        if (node not in found or bytes_of(node) > limit) and node not in same:
+        if (node not in found or _bytes_of(node) > limit) and node not in same:
             read.update(same.get(value, value) for value in node.all_input_nodes)
     for node in owner.graph.nodes:
         if node in found and node in read and node.op != "get_attr" and value_of(node) is not None:
             yield node
 
 
-def bytes_of(node: Node) -> float:
-    """How much memory the value of a node takes; none where that is not known."""
+def _bytes_of(node: Node) -> int:
+    """How much memory the value of a node takes; none where it has no fixed size."""
     value = value_of(node)
-    return 0 if value is None else value.numel() * value.element_size()
+    fixed = value is not None and all(isinstance(size, int) for size in value.shape)
+    return value.numel() * value.element_size() if value is not None and fixed else 0
 
 
 def piece(root: Node, owner: GraphModule) -> list[Node] | None:
@@ -73,10 +74,10 @@ def fold_constant(match: Match, edit: Edit, facts: Facts, limit: int) -> str:
     assert value is not None
     assert nodes is not None
     weights = {node: _weight(node, match.owner) for node in nodes if node.op == "get_attr"}
+    fixed, size = all(isinstance(size, int) for size in value.shape), _bytes_of(root)
     require(
-        that(
-            bytes_of(root) <= limit, f"the constant {root.name!r} would take {bytes_of(root)} bytes, more than {limit}"
-        ),
+        that(fixed, f"the constant {root.name!r} has no fixed size"),
+        that(size <= limit, f"the constant {root.name!r} would take {size} bytes, more than {limit}"),
         facts.returned(root),
         *(facts.untouched(node) for node in nodes),
         *(_read_here_alone(facts, weight) for weight in weights.values()),

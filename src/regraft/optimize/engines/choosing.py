@@ -120,9 +120,8 @@ def adopt_engine(
             continue
         found = timed(graph.gm.forward, engine)
         tried[name], comparisons[name] = found.reason, found
-        asked = wanted != "torch" and history(
-            graph.gm
-        )  # otherwise nobody wants to wait for what the rewrites add to it
+        # of what is tried unasked, nobody waits to learn what the rewrites add to it
+        asked = wanted != "torch" and history(graph.gm)
         alone = _built(name, graph, _without(graph.gm, None), bound, {}) if asked else None
         if alone is not None:
             added = timed(_by_name(alone), engine)

@@ -23,7 +23,8 @@ from regraft.optimize.engines.flat import Flat, Run, Tensors
 _BROADCASTING = {
     *(name + end for name in ("add", "sub", "mul", "div", "masked_fill") for end in ("", "_")),
     *(f"i{name}" for name in ("add", "sub", "mul", "truediv")),
-    *("truediv", "true_divide", "multiply", "subtract", "divide", "maximum", "minimum", "max", "min", "where", "pow"),
+    *("truediv", "true_divide", "multiply", "subtract", "divide", "rsub", "pow"),
+    *("maximum", "minimum", "max", "min", "where"),
 }
 """Operations whose tensors may be of several sizes, by the names of their functions and methods."""
 _IN_PLACE = {name for name in _BROADCASTING if name.endswith("_")} | {"iadd", "isub", "imul", "itruediv"}
