@@ -293,6 +293,37 @@ def test_a_sample_of_one_still_gives_any_batch() -> None:
     assert targets(gm) == ["0", "1", "2", "3", "4"]
 
 
+class BranchOnTwoOfThree(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return x.sum() * (3 if x.shape[0] == 1 and y.shape[0] == 1 and z.shape[1] > 1 else 2) + y.sum() + z.sum()
+
+
+def test_sizes_that_are_one_only_together() -> None:
+    # each alone is right, the first two without the third are not, and all of them are
+    gm = trace(BranchOnTwoOfThree(), (torch.ones(3), torch.ones(4), torch.ones(5, 6)), dynamic_shapes="auto")
+    assert gm(torch.ones(1), torch.ones(1), torch.ones(1, 1)) == 4
+    assert gm(torch.ones(2), torch.ones(2), torch.ones(2, 2)) == 10
+    with pytest.raises(TypeError, match=r"x.shape\[0\] is 1 only if y.shape\[0\] == z.shape\[1\] == "):
+        gm(torch.ones(1), torch.ones(1), torch.ones(1, 5))
+
+
+class Attention(nn.Module):
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, key, value=value)
+
+
+def test_attention_has_as_many_keys_as_values() -> None:
+    # torch's kernel does not ask, and reads beyond what is shorter
+    query, key = torch.randn(2, 1, 3, 8), torch.randn(2, 1, 5, 8)
+    gm = trace(Attention(), (query, key, key + 1), dynamic_shapes="auto")
+    longer = torch.randn(2, 1, 9, 8)
+    assert torch.equal(gm(query, longer, longer * 2), Attention()(query, longer, longer * 2))
+    with pytest.raises(TypeError, match="axis 2 of value has size 1, expected 9, the size of axis 2 of key"):
+        gm(query, longer, longer[:, :, :1])
+    with pytest.raises(CaptureError, match="attention to keys and values of two lengths"):
+        trace(Attention(), (query, key, longer))
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()

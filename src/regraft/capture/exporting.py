@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from regraft.capture import caches, torch_private
 from regraft.capture.shapes import Axes, enlarged
@@ -52,7 +54,8 @@ class Flat(nn.Module):
 
     def _run(self, *leaves: Any) -> tuple[Any, ...]:
         args, kwargs = self.call.rebuild(leaves)
-        result = self._modules[PREFIX](*args, **kwargs)  # type: ignore[misc]
+        with _AttentionOfOneLength():
+            result = self._modules[PREFIX](*args, **kwargs)  # type: ignore[misc]
         flat, spec = torch_private.tree_flatten(caches.unfold(result))
         self.seen.out_spec = spec
         for leaf in flat:
@@ -61,6 +64,23 @@ class Flat(nn.Module):
                     f"the model returns a {type(leaf).__name__}, which pytree cannot take apart: unsupported output"
                 )
         return tuple(flat)
+
+
+class _AttentionOfOneLength(TorchFunctionMode):
+    """Keys and values are of one length: torch does not ask, and reads beyond the shorter of them.
+
+    A cache whose keys and values are inputs of their own would otherwise have two lengths in the graph.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.scaled_dot_product_attention:
+            key, value = _keys_and_values(*args, **(kwargs or {}))
+            torch._check(key.shape[-2] == value.shape[-2], lambda: "attention to keys and values of two lengths")
+        return function(*args, **(kwargs or {}))
+
+
+def _keys_and_values(_: Any = None, key: Any = None, value: Any = None, *__: Any, **___: Any) -> tuple[Any, Any]:
+    return key, value
 
 
 def _with_names(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:

@@ -53,11 +53,11 @@ def allow_size_one(model: nn.Module, gm: GraphModule, call: Call, calling: Calli
     for group, verdict in verdicts.items():
         if verdict is False and group <= alone:
             alone -= group
-    for symbol in symbols:
-        together = next((group for group, verdict in verdicts.items() if verdict and symbol in group), None)
-        if together is None or (len(together) == 1 and symbol not in alone):
+    for symbol in [symbol for symbol in symbols if symbol not in alone]:
+        together = next((group for group, verdict in verdicts.items() if verdict and group > {symbol}), None)
+        if together is None:
             ranges[symbol].lower = 2
-        elif symbol not in alone:
+        else:
             constraints.require_together(symbol, together)
     return all(ranges[symbol].lower == 1 for symbol in symbols)
 
