@@ -376,7 +376,7 @@ def test_so_many_sizes_of_an_input_are_remembered(monkeypatch: pytest.MonkeyPatc
     with torch.no_grad():
         for size in (5, 6, 7):
             layer(torch.randn(2, 4, size, size))
-            counts.append(len(layer._packs))
+            counts.append(len(layer._copies.packs))
     assert counts == [1, 2, 1]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import bert, heads, ids, image
+from models import Heads, bert, heads, ids, image
 from torch import nn
 
 import regraft as rg
@@ -151,25 +151,64 @@ def test_gradients_of_the_input_alone(pair) -> None:
     assert calls(dropin) == before + 1
 
 
+class Adjusted(Heads):
+    """With numbers and tensors that are no parameters."""
+
+    sharpness = 1
+    gain = 0.5
+
+    def __init__(self, other: Heads) -> None:
+        nn.Module.__init__(self)
+        self.__dict__.update(other.__dict__)
+        self.gain, self.offset = 2.5, torch.tensor([0.5])
+        self.register_buffer("shift", torch.tensor([0.25]))
+        self.bounds = (torch.tensor([-1.0]), 1.0)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = super().forward(x)
+        offset = self.offset * 2 + self.shift * 3  # which is folded
+        return q * self.gain + offset + self.shift, k * self.sharpness + self.bounds[0] * 3 + self.bounds[1]
+
+
 CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "a weight written to": lambda m: m.q.weight.mul_(2),
     "a weight replaced": lambda m: setattr(m.k, "weight", nn.Parameter(torch.ones(4, 8))),
     "a weight's memory replaced": lambda m: setattr(m.k.weight, "data", torch.ones(4, 8)),
-    "a layer replaced": lambda m: setattr(m, "q", m.k),
+    "a layer replaced": lambda m: setattr(m, "q", nn.Tanh()),
+    "a buffer written to that a constant was folded of": lambda m: m.shift.add_(1),
     "statistics written to": lambda m: m.norm.running_mean.fill_(0.5),
     "loaded": lambda m: m.load_state_dict({k: v * 1.5 for k, v in m.state_dict().items()}),
     "a hook": lambda m: m.q.register_forward_hook(lambda module, args, result: result + 1),
+    "a number set": lambda m: setattr(m.norm, "eps", 0.5),
+    "a number of a layer that its class has": lambda m: setattr(m, "sharpness", 2),
+    "a tensor set": lambda m: setattr(m, "offset", m.offset + 1),
+    "a tensor of a tuple set": lambda m: setattr(m, "bounds", (m.bounds[0] - 2, 1.0)),
+    "a tensor written to": lambda m: m.offset.add_(1),
+    "an attribute deleted": lambda m: delattr(m, "gain"),
+    "a forward of its own": lambda m: setattr(m.q, "forward", lambda x: x * 3),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_changed_model_computes_what_it_now_is(change) -> None:
-    model, result = optimized()
+    model = Adjusted(heads()).eval()
+    result = optimize(model, (image(),), transformations=[*EXACT, rg.RemoveDeadWork()], keep="all", seconds=0.01)
     model = copy.deepcopy(model)
+    check(model, result.model, True, image())
     with torch.no_grad():
+        before = model(image())
         change(model)
         change(result.model)
+        assert not close(before, model(image()))
     check(model, result.model, False, image())
+
+
+def test_attributes_that_are_what_they_were_leave_the_graph(pair) -> None:
+    model, dropin = pair
+    dropin.norm.eps = float(str(dropin.norm.eps))  # another object
+    dropin.conv.stride = tuple([*dropin.conv.stride])
+    dropin.remark = "seen"
+    check(model, dropin, True, image())
 
 
 def test_a_hook_on_the_whole_runs_with_the_graph(pair) -> None:

@@ -245,7 +245,7 @@ def test_a_float32_weight_is_packed_for_a_number_of_rows_that_comes_twice_runnin
     for rows in (6, 4, 6, 3, 3, 1, 1, 4, 4, 6, 6, 9, 9):
         x = torch.randn(rows, FEW_FEATURES + 1)
         assert_matches_float64(model, gm, (x,))
-        packs.append((rows, sorted(layer._packs)))
+        packs.append((rows, sorted(layer._copies.packs)))
     assert packs == [
         *((6, []), (4, []), (6, []), (3, []), (3, []), (1, []), (1, [])),
         *((4, []), (4, [4]), (6, [4]), (6, [4, 6]), (9, [4, 6]), (9, [6, 9])),
@@ -260,7 +260,7 @@ def test_a_large_float32_product_of_few_inputs_is_packed_once_for_all_rows(activ
     many = MANY_PRODUCTS // (64 * FEW_FEATURES)
     for rows, expected in ((many, ["onednn"]), (many + 1, ["onednn"]), (many - 1, ["onednn"]), (many - 1, None)):
         assert_matches_float64(model, gm, (torch.randn(rows, FEW_FEATURES),))
-        assert list(gm.get_submodule("0")._packs) == (expected or ["onednn", many - 1])
+        assert list(gm.get_submodule("0")._copies.packs) == (expected or ["onednn", many - 1])
 
 
 def test_moving_and_copying():

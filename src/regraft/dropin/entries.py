@@ -85,17 +85,18 @@ class Entry:
         """
         return self._calling is None or self._calling.covers(call)
 
-    def run(self, call: Mapping[str, Any]) -> Any:
+    def run(self, call: Mapping[str, Any], unchanged: bool = False) -> Any:
         """Run the graph, or the engine that has taken it over.
 
         Args:
             call: A call that matches.
+            unchanged: Whether the caller has asked the engine's watch.
 
         Raises:
             TypeError: The graph does not hold for these sizes or constants.
         """
         if self.engine is not None and not torch.compiler.is_compiling():
-            return self.engine(call)
+            return self.engine(call, unchanged)
         return self.gm.forward(**call)
 
 

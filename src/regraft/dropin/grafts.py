@@ -50,6 +50,7 @@ class Grafts:
         self._again = again
         self._waiting = False  # to be captured again, at the next call
         self._watch: Watch | None = None
+        self._all: tuple[set[Watch], Watch] | None = None
         self._said: set[str] = set()
 
     def run(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -66,7 +67,8 @@ class Grafts:
         if torch.compiler.is_compiling():
             return self._run_traced(model, args, kwargs)
         call, cache = self._read(args, kwargs)
-        reason = self._obstacle(model, call)
+        unchanged = self.stale is None and self._everything(model).untouched
+        reason = self._obstacle(model, call, unchanged)
         if reason is not None:
             return self._leave(reason)
         refused: NotCovered | None = None
@@ -74,7 +76,7 @@ class Grafts:
             if not entry.matches(call):
                 continue
             try:
-                result = entry.run(call)
+                result = entry.run(call, unchanged)
             except NotCovered as error:
                 refused = error
                 continue
@@ -149,8 +151,7 @@ class Grafts:
             model: The drop-in.
         """
         if self._watch is None:
-            held = {id(t) for entry in self.entries for t in (*entry.gm.parameters(), *entry.gm.buffers())}
-            self._watch = Watch(model, held=held)
+            self._watch = Watch(model)
         return self._watch
 
     def renew(self, model: nn.Module) -> None:
@@ -167,7 +168,7 @@ class Grafts:
         # a copy makes its own memory, of its own modules
         if self._watch is not None and self.stale is None:
             self.stale = self._watch.change()
-        return {**self.__dict__, "_watch": None, "_said": set(), "calls": dict.fromkeys(self.calls, 0)}
+        return {**self.__dict__, "_watch": None, "_all": None, "_said": set(), "calls": dict.fromkeys(self.calls, 0)}
 
     def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         """The call, its cache taken apart, and that cache."""
@@ -176,16 +177,24 @@ class Grafts:
             call["past_key_values"] = state
         return call, cache
 
-    def _obstacle(self, model: nn.Module, call: Mapping[str, Any]) -> str | None:
+    def _everything(self, model: nn.Module) -> Watch:
+        """The memory of the model and of what its engines have taken over, most of which is the same."""
+        engines = [entry.engine for entry in self.entries if entry.engine is not None]
+        watches = {self.watch(model), *(engine.watch for engine in engines)}
+        if self._all is None or watches != self._all[0]:
+            self._all = watches, self.watch(model).and_also(watches)
+        return self._all[1]
+
+    def _obstacle(self, model: nn.Module, call: Mapping[str, Any], unchanged: bool) -> str | None:
         """Why no graph may be used, whatever was captured."""
-        if self.check(model) is not None and not self._waiting:
-            return f"{self.stale} after it was optimized; optimize it again"
         watch = self.watch(model)
+        if not unchanged and self.check(model) is not None and not self._waiting:
+            return f"{self.stale} after it was optimized; optimize it again"
         if watch.configured:
             return "its config is not what it was when it was optimized"
-        if watch.training:
+        if not unchanged and watch.training:
             return "it is in training mode; call .eval() for inference"
-        if watch.hooked:
+        if not unchanged and watch.hooked:
             return "a module inside of it was given a hook, which a graph would not call"
         if torch.is_grad_enabled() and (watch.trainable or _wants_gradient(call)):
             return "gradients are recorded; call it under torch.inference_mode() or torch.no_grad()"

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
-from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from collections.abc import Iterable
+from itertools import chain, starmap
+from operator import attrgetter, call, is_, itemgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")  # where gradients are recorded no graph runs
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_ANY = "_parameters"  # which every module has: with one name alone, itemgetter gives no tuple
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, Tensor)
 _training = itemgetter("training")
 _version = attrgetter("_version")
 _dtype = attrgetter("dtype")
@@ -31,34 +35,92 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """The numbers, names and tensors that hang on a module, with which its forward may compute."""
+    return {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE and _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if type(value) is tuple else isinstance(value, _PLAIN)
+
+
+def _has(module: nn.Module, names: set[str], seen: dict[str, Any]) -> bool:
+    """Whether a module has the attributes that it had, and no new one in the place of its class's."""
+    having = vars(module)
+    return all(name in having and _equal(having[name], old) for name, old in seen.items()) and not any(
+        hasattr(type(module), name) for name in having.keys() - names
+    )
+
+
+def _equal(new: Any, old: Any) -> bool:
+    if type(new) is tuple and type(old) is tuple:
+        return len(new) == len(old) and all(map(_equal, new, old))
+    return new is old or (type(new) is type(old) and not isinstance(old, Tensor) and bool(new == old))
+
+
 class Watch:
-    """Remembers the modules, weights, hooks and settings of a model, or of several that share some.
+    """Remembers the modules, weights, attributes, hooks and settings of a model.
 
     Args:
-        models: The models.
-        held: The `id` of each tensor that the graphs hold themselves, whose values they see change.
+        model: The model.
     """
 
-    def __init__(self, *models: nn.Module, held: Collection[int] = ()) -> None:
-        modules = list(dict.fromkeys(chain.from_iterable(model.modules() for model in models)))
-        self._states = list(map(vars, modules))
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
         tables: list[Any] = [table for m in modules for table in (m._parameters, m._buffers, m._modules) if table]
-        self._tables: list[dict[str, Any]] = tables
-        self._contents = list(chain.from_iterable(map(dict.values, self._tables)))
-        inner = [getattr(m, name) for m in modules if m not in models for name in _HOOKS]
-        self._hooks: list[dict[int, Any]] = [hooks for hooks in inner if isinstance(hooks, dict)]
-        self._hook_count = sum(map(len, self._hooks))
-        tensors = list({id(value): value for value in self._contents if isinstance(value, Tensor)}.values())
-        self._parameters = [value for value in tensors if isinstance(value, nn.Parameter)]
-        self._tensors = tensors
-        self._dtypes = list(map(_dtype, tensors))
-        self._read = [t for t in tensors if id(t) not in held and not t.is_inference()]
-        self._versions = sum(map(_version, self._read))
-        self._plain = [t for t in self._read if type(t) in (Tensor, nn.Parameter)]
-        self._pointers = list(map(Tensor.data_ptr, self._plain))
-        config = getattr(models[0], "config", None)
+        contents = chain.from_iterable(map(dict.values, tables))
+        attributes = {id(m): _attributes(m) for m in modules}
+        contents = chain(contents, chain.from_iterable(map(dict.values, attributes.values())))
+        tensors = list({id(value): value for value in contents if isinstance(value, Tensor)}.values())
+        read = [t for t in tensors if not t.is_inference()]
+        plain = [t for t in read if type(t) in (Tensor, nn.Parameter)]
+        hooks = [getattr(m, name) for m in modules if m is not model for name in _HOOKS]
+        # what was seen is in the key, so that two memories of one thing in two states are two
+        self._memory: dict[str, dict[Any, Any]] = {
+            "states": {id(m): vars(m) for m in modules},
+            "tables": {(id(table), *map(id, table.values())): (table, list(table.values())) for table in tables},
+            "attributes": {id(m): (m, set(vars(m)), attributes[id(m)]) for m in modules},
+            "hooks": {(id(each), len(each)): each for each in hooks if isinstance(each, dict)},
+            "parameters": {id(t): t for t in tensors if isinstance(t, nn.Parameter)},
+            "dtypes": {(id(t), t.dtype): t for t in tensors},
+            "versions": {(id(t), t._version): t for t in read},
+            "pointers": {(id(t), t.data_ptr()): t for t in plain},
+        }
+        config = getattr(model, "config", None)
         self._config: dict[str, Any] = vars(config) if hasattr(config, "__dict__") else {}
         self._settings = copy.deepcopy(_settings(self._config))
+        self._prepare()
+
+    def and_also(self, others: Iterable[Watch]) -> Watch:
+        """A watch that asks what this one and others ask, and once what they have in common.
+
+        Args:
+            others: Watches of other models, whose config and attributes are not asked for.
+        """
+        memories = [self._memory, *(other._memory for other in others)]
+        both = copy.copy(self)
+        both._memory = {what: dict(chain.from_iterable(m[what].items() for m in memories)) for what in self._memory}
+        both._memory["attributes"] = self._memory["attributes"]
+        both._prepare()
+        return both
+
+    def _prepare(self) -> None:
+        """The memory as lists, which are compared faster."""
+        memory = self._memory
+        self._states = list(memory["states"].values())
+        self._parameters = list(memory["parameters"].values())
+        self._tables = [table for table, _ in memory["tables"].values()]
+        self._contents = [value for _, values in memory["tables"].values() for value in values]
+        attributes = memory["attributes"].values()
+        self._dicts = [vars(m) for m, _, _ in attributes]
+        self._dict_sizes = [len(names) for _, names, _ in attributes]
+        self._getters = [itemgetter(_ANY, *seen) for _, _, seen in attributes]
+        self._attributes = [value for m, _, seen in attributes for value in (vars(m)[_ANY], *seen.values())]
+        self._hooks = list(memory["hooks"].values())
+        self._hook_counts = [count for _, count in memory["hooks"]]
+        self._tensors, self._dtypes = list(memory["dtypes"].values()), [dtype for _, dtype in memory["dtypes"]]
+        self._read, self._versions = list(memory["versions"].values()), [version for _, version in memory["versions"]]
+        self._plain, self._pointers = list(memory["pointers"].values()), [pointer for _, pointer in memory["pointers"]]
 
     @property
     def trainable(self) -> bool:
@@ -74,13 +136,33 @@ class Watch:
         """What has changed since, as the end of a sentence; None where nothing has."""
         if not all(map(is_, chain.from_iterable(map(dict.values, self._tables)), self._contents)):
             return "a module or a weight of it was replaced"
-        if sum(map(_version, self._read)) != self._versions:
-            return "weights were written to that its graph holds in another form"
+        if not self._has_its_attributes():
+            return "an attribute of it was set"
+        if list(map(_version, self._read)) != self._versions:
+            return "weights of it were written to"
         if not all(map(is_, map(_dtype, self._tensors), self._dtypes)):
             return "weights of it were given another type"
         if list(map(Tensor.data_ptr, self._plain)) != self._pointers:
-            return "weights were given other memory that its graph holds in another form"
+            return "weights of it were given other memory"
         return None
+
+    def _has_its_attributes(self) -> bool:
+        try:
+            found = chain.from_iterable(map(call, self._getters, self._dicts))
+            if all(map(is_, found, self._attributes)) and list(map(len, self._dicts)) == self._dict_sizes:
+                return True
+        except KeyError:
+            return False
+        if not all(starmap(_has, self._memory["attributes"].values())):
+            return False
+        self._attributes = list(chain.from_iterable(map(call, self._getters, self._dicts)))  # equal, but other objects
+        self._dict_sizes = list(map(len, self._dicts))
+        return True
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing has changed, no module is in training mode, and none has another number of hooks."""
+        return not self.training and not self.hooked and self.change() is None
 
     @property
     def configured(self) -> bool:
@@ -90,4 +172,4 @@ class Watch:
     @property
     def hooked(self) -> bool:
         """Whether a module inside has been given a hook, or lost one."""
-        return sum(map(len, self._hooks)) != self._hook_count if self._hook_count else any(self._hooks)
+        return list(map(len, self._hooks)) != self._hook_counts

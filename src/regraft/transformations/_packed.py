@@ -9,6 +9,7 @@ is not seen: call `repack()` after it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +34,17 @@ SIZES = 64
 """So many input sizes of a convolution are remembered."""
 
 
+@dataclass
+class _Copies:
+    """The packed copies of a weight, and what it was when they were made."""
+
+    weight: Tensor | None = None
+    version: int = 0
+    address: int = 0
+    rows: int = 0
+    packs: dict[Any, Any] = field(default_factory=dict)
+
+
 class Packed(nn.Module):
     """A layer with a packed copy of its weight and an activation of its own."""
 
@@ -40,9 +52,7 @@ class Packed(nn.Module):
     regraft_pure = True
     inplace = False
     activation: Activation
-    _packs: dict[Any, Any]
-    _source: tuple[Tensor | None, int, int]
-    _rows: int
+    _copies: _Copies
 
     @classmethod
     def of(cls: type[Layer], plain: nn.Module, activation: Activation = NONE, inplace: bool = False) -> Layer:
@@ -55,15 +65,14 @@ class Packed(nn.Module):
 
     def repack(self) -> None:
         """Drop the packed copies; the next call makes them again."""
-        # past nn.Module's own bookkeeping, which would take the weight for one more parameter
-        self.__dict__.update(_packs={}, _source=(None, 0, 0), _rows=0)
+        self._copies = _Copies()
 
     def extra_repr(self) -> str:
         named = "" if self.activation is NONE else f", activation={self.activation.name}"
         return f"{super().extra_repr()}{named}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_packs", "_source", "_rows")}
+        return {key: value for key, value in self.__dict__.items() if key != "_copies"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -75,11 +84,10 @@ class Packed(nn.Module):
 
     def _fresh(self, weight: Tensor) -> dict[Any, Any]:
         """The packed copies of this weight as it is now."""
-        source, old, address = self._source
-        if source is not weight or old != weight._version or address != weight.data_ptr():
-            self.repack()
-            self.__dict__["_source"] = (weight, weight._version, weight.data_ptr())
-        return self._packs
+        copies = self._copies
+        if copies.weight is not weight or copies.version != weight._version or copies.address != weight.data_ptr():
+            copies = self._copies = _Copies(weight, weight._version, weight.data_ptr())
+        return copies.packs
 
 
 class PackedLinear(Packed, nn.Linear):
@@ -109,7 +117,7 @@ class PackedLinear(Packed, nn.Linear):
         rows = x.numel() // x.shape[-1]
         packed = packs.get(rows)
         if packed is None:
-            again, self.__dict__["_rows"] = self._rows == rows, rows
+            again, self._copies.rows = self._copies.rows == rows, rows
             if not again or rows <= FEW_ROWS or not mkldnn.works(mkldnn.MKL, weight.dtype):
                 return F.linear(x, weight, bias)
             if len(packs) >= PACKS:
