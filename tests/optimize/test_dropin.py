@@ -206,7 +206,7 @@ def test_a_changed_model_computes_what_it_now_is(change) -> None:
 def test_attributes_that_are_what_they_were_leave_the_graph(pair) -> None:
     model, dropin = pair
     dropin.norm.eps = float(str(dropin.norm.eps))  # another object
-    dropin.conv.stride = tuple([*dropin.conv.stride])
+    dropin.conv.stride = tuple(map(int, dropin.conv.stride))
     dropin.remark = "seen"
     check(model, dropin, True, image())
 

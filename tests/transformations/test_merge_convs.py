@@ -53,6 +53,14 @@ def test_some_with_bias_and_without_a_batch() -> None:
     check_applied(rg.MergeConvs(), model, (X[2][0][0],), "fx")
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_what_the_caller_gets_is_laid_out_as_it_was(layout: torch.memory_format) -> None:
+    model, x = two(a=nn.Conv2d(4, 3, 3), b=nn.Conv2d(4, 5, 3)), X[2][0].to(memory_format=layout)
+    gm = rg.MergeConvs()(rg.trace(model, (x,)))
+    for found, expected in zip(gm(x), model(x), strict=True):
+        assert found.stride() == expected.stride()
+
+
 def test_those_of_one_geometry_are_merged_and_others_left() -> None:
     model = two(lambda m, x: (m.a(x), m.b(x), m.c(x)), a=nn.Conv2d(4, 3, 1), b=nn.Conv2d(4, 2, 3), c=nn.Conv2d(4, 5, 1))
     gm = check_applied(rg.MergeConvs(), model, X[2], "fx")

@@ -337,3 +337,14 @@ def test_a_computed_weight(form):
         lambda self, x: F.linear(x, self.w * x.mean()) + self.a(x), a=linear(), w=nn.Parameter(torch.randn(8, 8))
     )
     check_refused(MERGE, randomise(net), (X,), form, "computed by the graph")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_the_caller_gets_is_laid_out_as_it_was(form):
+    model = randomise(Heads((8, 4)).eval())
+    gm = MERGE(capture(model, (X,), form))
+    for found, expected in zip(gm(X), model(X), strict=True):
+        assert found.stride() == expected.stride()
+        assert found.untyped_storage().nbytes() == expected.untyped_storage().nbytes(), "a part keeps the whole alive"
+    rg.undo(gm)
+    assert not [node for node in gm.graph.nodes if node.target is torch.clone]

@@ -225,6 +225,38 @@ def test_a_clone_that_protects_stays(function: Callable[[Any, Any], Any]) -> Non
     assert any("in place" in r.reason or "others see" in r.reason for r in rg.history(gm)[-1].refused)
 
 
+LAID_OUT: dict[str, Callable[[Any, Any], Any]] = {
+    "a copied slice, viewed": lambda m, x: x[:, :2].clone().view(-1) * 2,
+    "a copied slice, viewed as a part of another view": lambda m, x: x[:, :2].clone().unsqueeze(0).view(-1) * 2,
+    "an input of any strides, viewed": lambda m, x: x.clone().view(-1) * 2,
+    "a product by one, viewed": lambda m, x: (x[:, :2] * 1).view(-1) * 2,
+    "a slice padded by nothing, viewed": lambda m, x: F.pad(x[:, :2], (0, 0)).view(-1) * 2,
+    "copied rows that were one, viewed": lambda m, x: x.sum(1, keepdim=True).expand(-1, 4).clone().view(-1) * 2,
+    "the same, returned": lambda m, x: x.sum(1, keepdim=True).expand(-1, 4).clone(),
+    "a copied slice, returned": lambda m, x: x.sin()[:, :2].clone(),
+}
+
+
+@pytest.mark.parametrize("function", LAID_OUT.values(), ids=LAID_OUT)
+def test_a_copy_stays_whose_strides_matter(function: Callable[[Any, Any], Any]) -> None:
+    model = Wrap(function)
+    gm = rg.RemoveDeadWork()(with_shapes(model))
+    wide = torch.randn(3, 8)[:, ::2]
+    for x in (X[0], wide):
+        found, expected = gm(x), model(x)
+        assert torch.equal(found, expected)
+        assert found.stride() == expected.stride()
+        found.add_(1)  # no two of its elements are one
+    assert any("strides" in r.reason or "contiguous" in r.reason for r in rg.history(gm)[-1].refused)
+
+
+def test_a_copy_goes_where_nobody_asks_for_strides() -> None:
+    model = Wrap(lambda m, x: x[:, :2].clone() * x.sin().clone().view(-1, 2)[:3])
+    gm = rg.RemoveDeadWork()(with_shapes(model))
+    assert torch.equal(gm(*X), model(*X))
+    assert not [node for node in gm.graph.nodes if "clone" in node.name]
+
+
 def test_dead_nodes_go_and_their_weights_stay_for_checkpoints() -> None:
     model = randomise(Wrap(lambda m, x: (m.linear(x).sin(), x * 2)[1], linear=nn.Linear(4, 4)).eval())
     gm = check_applied(rg.RemoveDeadWork(), model, X, "fx", 2, marks=False)

@@ -172,6 +172,15 @@ class Facts(Index, Flow):
             return None
         return f"node {user.name!r} ({target_name(user)}) needs {value.name!r} to be contiguous; use reshape there"
 
+    def laid_out_like_a_copy(self, source: Node, copy: Node) -> Answer:
+        """`source` has the strides that a copy of it has, or nobody can tell them from those of `copy`."""
+        owner = self.owner(source)
+        if source.op not in ("placeholder", "get_attr") and not may_alias(source, owner):
+            return None
+        if self.returned(copy):
+            return f"the caller gets {copy.name!r}, and {source.name!r} may have other strides"
+        return self.strides_free(copy, -1)
+
     def same_mode(self, calls: Sequence[Call]) -> Answer:
         """The modules are all in training mode or all in evaluation mode."""
         modes = {call.module.training for call in calls if call.module is not None}

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from typing import Any
 
-from regraft.core.edit import Derived
+import torch
+from torch.fx import Node
+
+from regraft.core.edit import Derived, Edit
 from regraft.core.errors import Refused
 from regraft.core.pattern import Match
 from regraft.core.query import Facts, require, that
@@ -66,6 +71,15 @@ def common_parent(calls: tuple[Call, ...]) -> str:
             break
         shared.append(parts[0])
     return ".".join(shared)
+
+
+def take_part(edit: Edit, call: Call, merged: Node, index: Any) -> None:
+    """The result of `call` is a slice of the merged one; where the caller gets it, a copy, laid out as it was."""
+    if any(user.op == "output" for user in call.node.users):
+        edit.replace(call.node, torch.clone, edit.insert(call.node, operator.getitem, merged, index))
+    else:
+        edit.replace(call.node, operator.getitem, merged, index)
+    edit.discard(call)
 
 
 def side_by_side(calls: tuple[Call, ...], name: str) -> Derived | None:

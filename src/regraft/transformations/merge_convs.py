@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Hashable
 from itertools import accumulate
 from typing import Any
@@ -15,7 +14,7 @@ from regraft.core.query import Facts, require, that
 from regraft.core.rewrite import Rewrite
 from regraft.core.values import value_of
 from regraft.core.vocabulary import CONV, Call
-from regraft.transformations._merge import common_parent, divide, side_by_side
+from regraft.transformations._merge import common_parent, divide, side_by_side, take_part
 from regraft.transformations._module_for import module_for
 
 _GEOMETRY = ("stride", "padding", "dilation", "groups")
@@ -79,9 +78,7 @@ class MergeConvs(Rewrite):
         edit.put_module(whole, like, derived, out_channels=sum(widths))
         merged = edit.insert_module(first.node, whole, x, value=_stacked(first, spatial, sum(widths)))
         for call, width, end in zip(calls, widths, accumulate(widths), strict=True):
-            index = (Ellipsis, slice(end - width, end), *[slice(None)] * spatial)
-            edit.replace(call.node, operator.getitem, merged, index)
-            edit.discard(call)
+            take_part(edit, call, merged, (Ellipsis, slice(end - width, end), *[slice(None)] * spatial))
         return f"merged {' + '.join(names)}"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from itertools import accumulate
 
 from torch import nn
@@ -12,7 +11,7 @@ from regraft.core.pattern import Match, Siblings
 from regraft.core.query import Facts, require, that
 from regraft.core.rewrite import Rewrite
 from regraft.core.vocabulary import LINEAR, Call
-from regraft.transformations._merge import common_parent, divide, side_by_side
+from regraft.transformations._merge import common_parent, divide, side_by_side, take_part
 
 
 class MergeLinears(Rewrite):
@@ -61,8 +60,7 @@ class MergeLinears(Rewrite):
         )
         merged = edit.insert_module(first.node, name, x, value=facts.widened(first.node, sum(widths)))
         for call, width, end in zip(calls, widths, accumulate(widths), strict=True):
-            edit.replace(call.node, operator.getitem, merged, (Ellipsis, slice(end - width, end)))
-            edit.discard(call)
+            take_part(edit, call, merged, (Ellipsis, slice(end - width, end)))
         return f"merged {' + '.join(names)}"
 
 

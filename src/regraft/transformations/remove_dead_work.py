@@ -70,7 +70,7 @@ def _remove_unchanged(node: Node, source: Node, call: Call | None, edit: Edit, f
     require(facts.plain(call) if call is not None and call.module is not None else None)
     if copies(node, source, facts.owner(node)):
         require(facts.untouched(source), facts.untouched(node))
-        require(facts.private(source) if facts.returned(node) else None)
+        require(facts.private(source) if facts.returned(node) else None, facts.laid_out_like_a_copy(source, node))
 
     edit.redirect(node, source)
     edit.erase(node)
