@@ -196,6 +196,59 @@ def test_what_is_written_in_place_stays_so() -> None:
     assert torch.equal(gm.count, other.count)
 
 
+class Augmented(nn.Module):
+    """`+=` writes into whatever shares the memory; a buffer is what it is when the graph runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned = x.T
+        turned += 1
+        whole = x.reshape(-1)
+        whole *= 2
+        self.steps += 1
+        return x * self.steps.detach().exp()[0]
+
+
+@pytest.mark.parametrize("capture", [lambda m, x: trace(m, (x,)), lambda m, _: symbolic_trace(m)], ids=["trace", "fx"])
+def test_augmented_assignments_write_into_memory(capture: Any) -> None:
+    x = torch.randn(2, 3)
+    model, twin = Augmented(), Augmented()
+    gm = capture(twin, x)
+    assert torch.equal(twin.steps, torch.zeros(3))
+    for _ in range(2):
+        left, right = x.clone(), x.clone()
+        assert torch.equal(model(left), gm(right))
+        assert torch.equal(left, right)
+    assert torch.equal(model.steps, gm.steps)
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout, self.channels = nn.Dropout(), nn.Dropout2d()
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        part = x[..., :2]
+        dropped = [
+            self.dropout(part),
+            self.channels(part),
+            F.dropout(part, 0.5, self.training),
+            F.dropout(part, training=self.training, inplace=True),
+            torch.dropout(part, 0.5, train=self.training),
+        ]
+        return [tensor.contiguous().view(-1) for tensor in dropped]
+
+
+def test_dropout_in_evaluation_is_its_input_strides_and_all() -> None:
+    model, x = Dropped().eval(), torch.randn(2, 3, 4, 5)
+    for gm in (trace(model, (x,)), trace(model, (x,), dynamic_shapes="auto")):
+        assert all(map(torch.equal, gm(x), model(x)))
+    assert [n for n in trace(model.train(), (x,)).graph.nodes if "dropout" in n.name]
+
+
 class Structured(nn.Module):
     class Pair(NamedTuple):
         left: torch.Tensor

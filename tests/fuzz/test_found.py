@@ -48,3 +48,36 @@ def test_the_inverse_of_a_layers_weight_stands_beside_the_layer() -> None:
     assert_round_trip(rg.ChangeTrueDivToMulByInverse(), gm, (x,))
     rg.ChangeTrueDivToMulByInverse()(gm)
     assert_same_picture(before, picture(model), "the caller's model")
+
+
+def _written_through_a_cast(x):
+    y = x.sin()
+    z = y * 1
+    z.type_as(x).add_(1)  # of one type, so z itself
+    return y + z
+
+
+def _returned_through_a_cast(x):
+    y = x.reshape(2, 8)
+    return (y * 1).type_as(x)
+
+
+def _written_through_a_diagonal(x):
+    y = x.sin()
+    torch.einsum("ii->i", y).mul_(2)
+    return y + x.sin()
+
+
+@pytest.mark.parametrize("function", [_written_through_a_cast, _returned_through_a_cast, _written_through_a_diagonal])
+def test_operations_that_return_their_argument_without_saying_so(function) -> None:
+    class Model(nn.Module):
+        def forward(self, x):
+            return function(x)
+
+    x = torch.randn(4, 4)
+    for gm in (rg.trace(Model(), (x,)), rg.symbolic_trace(Model())):
+        given = x.clone()
+        found = rg.RemoveDeadWork()(gm)(given)
+        assert torch.equal(found, function(x.clone()))
+        found.add_(1)
+        assert torch.equal(given, x), "the caller's input was written into"

@@ -54,7 +54,7 @@ class Flat(nn.Module):
 
     def _run(self, *leaves: Any) -> tuple[Any, ...]:
         args, kwargs = self.call.rebuild(leaves)
-        with _AttentionOfOneLength():
+        with _AsItRuns():
             result = self._modules[PREFIX](*args, **kwargs)  # type: ignore[misc]
         flat, spec = torch_private.tree_flatten(caches.unfold(result))
         self.seen.out_spec = spec
@@ -66,17 +66,37 @@ class Flat(nn.Module):
         return tuple(flat)
 
 
-class _AttentionOfOneLength(TorchFunctionMode):
-    """Keys and values are of one length: torch does not ask, and reads beyond the shorter of them.
+class _AsItRuns(TorchFunctionMode):
+    """What export is not told: two facts about functions that its own tensors, which have no memory, do not show.
 
-    A cache whose keys and values are inputs of their own would otherwise have two lengths in the graph.
+    Keys and values of attention are of one length: torch does not ask, and reads beyond the shorter of them. A cache
+    whose keys and values are inputs of their own would otherwise have two lengths in the graph.
+
+    Dropout of an eval model returns its input, strides and all. Export takes the result for contiguous, and leaves out
+    a `contiguous` behind it.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if function is F.scaled_dot_product_attention:
-            key, value = _keys_and_values(*args, **(kwargs or {}))
+            key, value = _keys_and_values(*args, **kwargs)
             torch._check(key.shape[-2] == value.shape[-2], lambda: "attention to keys and values of two lengths")
-        return function(*args, **(kwargs or {}))
+        if function in _DROPOUTS:
+            value, training = _dropped(*args, **kwargs)
+            if training is False:
+                return torch.ops.aten.alias.default(value)
+        return function(*args, **kwargs)
+
+
+_DROPOUTS: frozenset[Any] = frozenset(
+    [F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout]
+    + [torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout]
+)
+
+
+def _dropped(input: Any, p: Any = 0.5, training: Any = True, *_: Any, train: Any = True, **__: Any) -> tuple[Any, bool]:  # noqa: A002
+    del p
+    return input, training and train
 
 
 def _keys_and_values(_: Any = None, key: Any = None, value: Any = None, *__: Any, **___: Any) -> tuple[Any, Any]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Tracer
+from torch.fx import Node, Proxy, Tracer
+from torch.fx.proxy import Attribute
 
 from regraft.capture import transformers_adapter
 from regraft.capture.failures import capture_error
@@ -21,6 +23,39 @@ from regraft.capture.trace import capture
 from regraft.capture.untouched import untouched
 from regraft.core.errors import CaptureError
 from regraft.core.graph_module import GraphModule, adopt
+
+
+def _in_place(operation: Callable[[Any, Any], Any]) -> Callable[[Proxy, Any], Proxy]:
+    def method(self: Proxy, other: Any) -> Proxy:
+        return self.tracer.create_proxy("call_function", operation, (self, other), {})
+
+    return method
+
+
+class _Proxy(Proxy):
+    """`x += y` writes into x. That of torch.fx takes it for `x = x + y`, which leaves what else is in x's memory."""
+
+    def __getattr__(self, name: str) -> Attribute:
+        return _Attribute(self, name)
+
+
+class _Attribute(Attribute):
+    """`x.T` is written into too."""
+
+    def __getattr__(self, name: str) -> Attribute:
+        return _Attribute(self, name)
+
+
+for _name in ("iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"):
+    for _class in (_Proxy, _Attribute):
+        setattr(_class, f"__{_name}__", _in_place(getattr(operator, _name)))
+
+
+class _Tracer(Tracer):
+    proxy_buffer_attributes = True  # a buffer is read when the graph runs, not computed with while it is made
+
+    def proxy(self, node: Node) -> Proxy:
+        return _Proxy(node, self)
 
 
 def symbolic_trace(
@@ -54,7 +89,7 @@ def symbolic_trace(
     if not isinstance(model, nn.Module):
         raise TypeError(f"symbolic_trace takes a torch.nn.Module, not a {type(model).__name__}")
     if tracer_cls is not None or not transformers_adapter.is_pretrained(model):
-        return _traced(model, tracer_cls or Tracer)
+        return _traced(model, tracer_cls or _Tracer)
     names = list(input_names) if input_names is not None else _main_inputs(model)
     if not disable_check:
         _check_names(model, names)

@@ -76,7 +76,7 @@ class Watch:
         plain = [t for t in read if type(t) in (Tensor, nn.Parameter)]
         hooks = [getattr(m, name) for m in modules if m is not model for name in _HOOKS]
         # what was seen is in the key, so that two memories of one thing in two states are two
-        self._memory: dict[str, dict[Any, Any]] = {
+        memory: dict[str, dict[Any, Any]] = {
             "states": {id(m): vars(m) for m in modules},
             "tables": {(id(table), *map(id, table.values())): (table, list(table.values())) for table in tables},
             "attributes": {id(m): (m, set(vars(m)), attributes[id(m)]) for m in modules},
@@ -89,7 +89,7 @@ class Watch:
         config = getattr(model, "config", None)
         self._config: dict[str, Any] = vars(config) if hasattr(config, "__dict__") else {}
         self._settings = copy.deepcopy(_settings(self._config))
-        self._prepare()
+        self.remember(memory)
 
     def and_also(self, others: Iterable[Watch]) -> Watch:
         """A watch that asks what this one and others ask, and once what they have in common.
@@ -97,16 +97,19 @@ class Watch:
         Args:
             others: Watches of other models, whose config and attributes are not asked for.
         """
-        memories = [self._memory, *(other._memory for other in others)]
+        memories = [self.memory, *(other.memory for other in others)]
         both = copy.copy(self)
-        both._memory = {what: dict(chain.from_iterable(m[what].items() for m in memories)) for what in self._memory}
-        both._memory["attributes"] = self._memory["attributes"]
-        both._prepare()
+        joined = {what: dict(chain.from_iterable(m[what].items() for m in memories)) for what in self.memory}
+        both.remember({**joined, "attributes": self.memory["attributes"]})
         return both
 
-    def _prepare(self) -> None:
-        """The memory as lists, which are compared faster."""
-        memory = self._memory
+    def remember(self, memory: dict[str, dict[Any, Any]]) -> None:
+        """Compare with this from now on.
+
+        Args:
+            memory: What was seen, by its kind.
+        """
+        self.memory = memory
         self._states = list(memory["states"].values())
         self._parameters = list(memory["parameters"].values())
         self._tables = [table for table, _ in memory["tables"].values()]
@@ -153,7 +156,7 @@ class Watch:
                 return True
         except KeyError:
             return False
-        if not all(starmap(_has, self._memory["attributes"].values())):
+        if not all(starmap(_has, self.memory["attributes"].values())):
             return False
         self._attributes = list(chain.from_iterable(map(call, self._getters, self._dicts)))  # equal, but other objects
         self._dict_sizes = list(map(len, self._dicts))

@@ -73,9 +73,9 @@ def common_parent(calls: tuple[Call, ...]) -> str:
     return ".".join(shared)
 
 
-def take_part(edit: Edit, call: Call, merged: Node, index: Any) -> None:
+def take_part(edit: Edit, facts: Facts, call: Call, merged: Node, index: Any) -> None:
     """The result of `call` is a slice of the merged one; where the caller gets it, a copy, laid out as it was."""
-    if any(user.op == "output" for user in call.node.users):
+    if facts.returned(call.node):
         edit.replace(call.node, torch.clone, edit.insert(call.node, operator.getitem, merged, index))
     else:
         edit.replace(call.node, operator.getitem, merged, index)

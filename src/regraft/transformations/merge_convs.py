@@ -78,7 +78,7 @@ class MergeConvs(Rewrite):
         edit.put_module(whole, like, derived, out_channels=sum(widths))
         merged = edit.insert_module(first.node, whole, x, value=_stacked(first, spatial, sum(widths)))
         for call, width, end in zip(calls, widths, accumulate(widths), strict=True):
-            take_part(edit, call, merged, (Ellipsis, slice(end - width, end), *[slice(None)] * spatial))
+            take_part(edit, facts, call, merged, (Ellipsis, slice(end - width, end), *[slice(None)] * spatial))
         return f"merged {' + '.join(names)}"
 
 

@@ -60,7 +60,7 @@ class MergeLinears(Rewrite):
         )
         merged = edit.insert_module(first.node, name, x, value=facts.widened(first.node, sum(widths)))
         for call, width, end in zip(calls, widths, accumulate(widths), strict=True):
-            take_part(edit, call, merged, (Ellipsis, slice(end - width, end)))
+            take_part(edit, facts, call, merged, (Ellipsis, slice(end - width, end)))
         return f"merged {' + '.join(names)}"
 
 
