@@ -323,3 +323,15 @@ def test_an_engine_is_held_to_what_its_graph_is() -> None:
     with torch.no_grad():
         for found, expected in zip(result.model(image()), model(image()), strict=True):
             torch.testing.assert_close(found, expected, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("name", ["onednn", "onnxruntime", "openvino"])
+def test_an_engine_gives_the_layout_that_the_model_gives(name: str) -> None:
+    available(name)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 5, 1)).eval()
+    x = torch.randn(2, 3, 12, 12).to(memory_format=torch.channels_last)
+    result = rg.optimize(model, (x,), engine=name, keep="all", seconds=0.01)
+    assert result.graphs[0].engine.engine == name, result
+    with torch.no_grad():
+        assert result.model(x).stride() == model(x).stride()

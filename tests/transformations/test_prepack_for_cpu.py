@@ -355,6 +355,15 @@ CONVOLUTIONS = {
 }
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_what_the_caller_gets_is_laid_out_as_in_the_capture(layout):
+    model = randomise(nn.Sequential(nn.Conv2d(4, 6, 3), nn.ReLU(), nn.Conv2d(6, 5, 1))).eval()
+    x = torch.randn(2, 4, 8, 8).to(memory_format=layout)
+    gm = PACK(rg.trace(model, (x,)))
+    assert run(gm, (x,))[0].stride() == model(x).stride()
+    assert len([n for n in gm.graph.nodes if "contiguous" in n.name]) == 1
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("activation", [nn.ReLU(), nn.GELU("tanh"), nn.SiLU(), nn.LeakyReLU(0.2)], ids=str)
 @pytest.mark.parametrize("name", CONVOLUTIONS)

@@ -59,6 +59,14 @@ _SMOOTH |= {"view", "reshape", "transpose", "permute", "getitem", "to", "float",
 _SMOOTH |= {"type", "half", "double", "flatten", "squeeze", "unsqueeze", "expand", "add_", "mul_", "div_", "square"}
 
 
+def layout_of(tensor: Tensor | None) -> torch.memory_format:
+    """Channels last where a tensor is so and not also contiguous; contiguous for all others, and where unknown."""
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.ndim if tensor is not None else 0)
+    if tensor is None or layout is None or tensor.is_contiguous():
+        return torch.contiguous_format
+    return layout if tensor.is_contiguous(memory_format=layout) else torch.contiguous_format
+
+
 def reads_shape_only(node: Node, value: Node | None = None) -> bool:
     """Whether `node` asks a tensor (`value`, or any that it reads) for its shape, dtype or device, and nothing else."""
     name = target_name(node)

@@ -9,6 +9,7 @@ from regraft.core.edit import Edit
 from regraft.core.pattern import Match
 from regraft.core.query import Facts, require, that
 from regraft.core.rewrite import Rewrite
+from regraft.core.values import layout_of, value_of
 from regraft.core.vocabulary import LINEAR, TRANSPOSED_CONV, Call
 from regraft.core.weights import Same
 from regraft.transformations import _mkldnn as mkldnn
@@ -23,10 +24,10 @@ class PrepackForCpu(Rewrite):
     """Pack the weights of linear layers and convolutions for the CPU, and fuse what follows into them.
 
     `activation(W x + b + other)` in one call of oneDNN, which finds the weight in the layout that it works in. Between
-    convolutions values are channels last; outputs, and views that need it, get the usual layout back. Float32 linear
-    layers are packed by MKL, for the number of rows that comes twice running, but for large products of up to 256
-    inputs. Of a linear layer's neighbours only the activation is fused: oneDNN's addition is many times slower there
-    than torch's.
+    convolutions values are channels last; outputs, and views that need it, get back the layout of the capture. Float32
+    linear layers are packed by MKL, for the number of rows that comes twice running, but for large products of up to
+    256 inputs. Of a linear layer's neighbours only the activation is fused: oneDNN's addition is many times slower
+    there than torch's.
 
     Transposed convolutions are packed over two axes, and others over one to three; in float32 those over one axis only
     with groups, because oneDNN's are no faster else. Every call is right at every size; a new image size packs again,
@@ -110,6 +111,7 @@ def _packable(call: Call, module: nn.Module, weight: torch.Tensor) -> str | None
 
 def _usual_layout(call: Call, edit: Edit) -> str:
     for value in call["values"]:
-        plain = edit.insert(call.node, torch.ops.aten.contiguous.default, value)
+        layout = layout_of(value_of(value))
+        plain = edit.insert(call.node, torch.ops.aten.contiguous.default, value, memory_format=layout)
         edit.rewire(call.node, value, plain)
-    return "its input has the usual layout"
+    return "its input has the layout that it was captured with"

@@ -19,6 +19,7 @@ from regraft.core.errors import NotCovered
 from regraft.core.fx_private import codegen_of
 from regraft.core.graph_module import GraphModule as OwnGraphModule
 from regraft.core.ordinary import ORDINARY, ordinary_call
+from regraft.core.values import layout_of
 from regraft.dropin.watch import Watch
 
 Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -46,6 +47,7 @@ class Flat:
         with torch.no_grad():
             results, self._spec = pytree.tree_flatten(caches.unfold(gm.forward(**call)))
         self._constants = [None if isinstance(result, Tensor) else (result,) for result in results]
+        self._layouts = [layout_of(result) for result in results if isinstance(result, Tensor)]
 
     def take(self, call: Mapping[str, Any]) -> list[Tensor]:
         """The tensors of a call, in the order of the graph's inputs.
@@ -68,7 +70,10 @@ class Flat:
         Args:
             results: The tensors, in order.
         """
-        tensors = iter(results)
+        tensors = (
+            result if layout is torch.contiguous_format else result.contiguous(memory_format=layout)
+            for result, layout in zip(results, self._layouts)
+        )
         leaves = [next(tensors) if constant is None else constant[0] for constant in self._constants]
         return pytree.tree_unflatten(leaves, self._spec)
 
