@@ -377,6 +377,29 @@ def test_attention_has_as_many_keys_as_values() -> None:
         trace(Attention(), (query, key, longer))
 
 
+class WrittenForItsSize(nn.Module):
+    """Export cannot solve for the side, of which (x / 2) // 2 has to be 2."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__()
+        self.batch = batch
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.max_pool2d(x, 3, 2, 1)
+        return y.reshape(self.batch, 2, 4, 4, 4).mean(1).sum(1) + F.avg_pool2d(y, 2).reshape(self.batch, 8, 2, 2).sum()
+
+
+def test_where_sizes_cannot_be_made_out_fewer_vary() -> None:
+    x = torch.randn(2, 8, 8, 8)
+    gm = trace(WrittenForItsSize(2), (x,), dynamic_shapes="auto")
+    assert torch.equal(gm(x), WrittenForItsSize(2)(x))
+    with pytest.raises(TypeError, match="axis 0 of x has size 3, expected 2: the model itself fixes this size"):
+        gm(torch.randn(3, 8, 8, 8))
+    gm = trace(WrittenForItsSize(-1), (x,), dynamic_shapes="auto")
+    other = torch.randn(3, 8, 8, 8)
+    assert torch.equal(gm(other), WrittenForItsSize(-1)(other))
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -18,6 +18,7 @@ from regraft.capture.probing import agrees, allow_size_one
 from regraft.capture.shapes import Axes, axes_of
 from regraft.capture.signature import Call, take_apart
 from regraft.capture.untouched import untouched
+from regraft.core.errors import CaptureError
 from regraft.core.fx_private import codegen_of
 from regraft.core.graph_module import GraphModule, adopt
 
@@ -35,8 +36,9 @@ def trace(
             A graph module is returned as it is, as regraft's.
         args: positional arguments, tensors or nested containers of them.
         kwargs: keyword arguments. What is no tensor is fixed in the graph.
-        dynamic_shapes: which sizes may differ from the example's. None: none may. `"auto"`: all that can. Otherwise a
-            form of `torch.export.export`.
+        dynamic_shapes: which sizes may differ from the example's. None: none may. `"auto"`: all that can; where export
+            fails so, the first axes that can, and where it fails again, none. Otherwise a form of
+            `torch.export.export`.
 
     Raises:
         CaptureError: the model cannot be captured; the message names the line of its source and what to do.
@@ -73,7 +75,7 @@ def capture(model: nn.Module, call: Call, axes: Axes, automatic: bool) -> GraphM
     Raises:
         CaptureError: the model cannot be captured.
     """
-    exported = _exported(model, call, axes)
+    exported = _exported_as_widely_as_can_be(model, call, axes) if automatic else _exported(model, call, axes)
     gm = _assembled(model, call, exported, automatic)
     allowed = allow_size_one(model, gm, call, _calling(gm))
     if exported.enlarged and not (allowed and agrees(model, gm, call)):
@@ -98,6 +100,20 @@ def _calling(gm: GraphModule) -> Calling:
     codegen = codegen_of(gm.graph)
     assert isinstance(codegen, CallingCodeGen)
     return codegen.calling
+
+
+def _exported_as_widely_as_can_be(model: nn.Module, call: Call, axes: Axes) -> Exported:
+    """Where export cannot make out how all sizes hang together, with the batch alone varying, or no size at all."""
+    batch: Axes = [{0: varying[0]} if varying and 0 in varying else None for varying in axes]
+    none: Axes = [None] * len(axes)
+    failure: CaptureError | None = None
+    for way in (axes, *(fewer for fewer in (batch, none) if fewer != axes)):
+        try:
+            return _exported(model, call, way)
+        except CaptureError as error:
+            failure = failure or error
+    assert failure is not None
+    raise failure
 
 
 def _exported(model: nn.Module, call: Call, axes: Axes) -> Exported:
