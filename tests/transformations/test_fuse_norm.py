@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import regraft as rg
-from helpers import Wrap, check_applied, check_refused
+from helpers import Wrap, check_applied, check_refused, randomise
 
 X = (torch.randn(3, 5, 8) * 2 + 1,)
 
@@ -140,6 +140,17 @@ def test_a_weight_of_another_dtype_is_refused() -> None:
     model = model_of(llama).half()
     model.w = nn.Parameter(model.w.double())
     check_refused(rg.FuseNorm(), model, (X[0].half(),), "trace", "float64")
+
+
+@pytest.mark.parametrize(("shape", "sites"), [((1,), 0), ((3, 1), 1), ((3, 8), 1), ((), 1)])
+def test_a_weight_that_is_none_of_a_norm_is_left_outside(shape: tuple[int, ...], sites: int) -> None:
+    def scaled(m: Any, x: Any) -> Any:
+        return m.scale * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+    model, x = randomise(Wrap(scaled, scale=nn.Parameter(torch.empty(shape)))), torch.randn(2, 3, 8)
+    gm = rg.FuseNorm()(rg.trace(model, (x,)))
+    assert len(rg.history(gm)[-1].applied) == sites
+    torch.testing.assert_close(gm(x), model(x))
 
 
 def test_without_shapes_it_is_refused() -> None:
