@@ -225,6 +225,16 @@ def test_augmented_assignments_write_into_memory(capture: Any) -> None:
     assert torch.equal(model.steps, gm.steps)
 
 
+class ByTheSizeOfABuffer(Augmented):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(x * i for i in range(self.steps.shape[0])) + self.steps
+
+
+def test_a_buffer_may_decide_while_a_model_is_traced() -> None:
+    x = torch.randn(2, 3)
+    assert torch.equal(symbolic_trace(ByTheSizeOfABuffer())(x), ByTheSizeOfABuffer()(x))
+
+
 class Dropped(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -58,6 +59,10 @@ class _Tracer(Tracer):
         return _Proxy(node, self)
 
 
+class _TracerOfBuffers(_Tracer):
+    proxy_buffer_attributes = False
+
+
 def symbolic_trace(
     model: nn.Module,
     input_names: Sequence[str] | None = None,
@@ -88,8 +93,15 @@ def symbolic_trace(
         return adopt(model)
     if not isinstance(model, nn.Module):
         raise TypeError(f"symbolic_trace takes a torch.nn.Module, not a {type(model).__name__}")
-    if tracer_cls is not None or not transformers_adapter.is_pretrained(model):
-        return _traced(model, tracer_cls or _Tracer)
+    if tracer_cls is not None:
+        return _traced(model, tracer_cls)
+    if not transformers_adapter.is_pretrained(model):
+        try:
+            return _traced(model, _Tracer)
+        except CaptureError as error:  # a decision by the size or the value of a buffer is one that can be made now
+            with contextlib.suppress(CaptureError):
+                return _traced(model, _TracerOfBuffers)
+            raise error
     names = list(input_names) if input_names is not None else _main_inputs(model)
     if not disable_check:
         _check_names(model, names)
