@@ -71,8 +71,9 @@ def symbolic_trace(
 ) -> GraphModule:
     """Capture a model as a graph, for any batch and any sequence length, without an example of its call.
 
-    A transformers model is exported with inputs that are made from its config. Any other model is traced by
-    `torch.fx.symbolic_trace`.
+    A transformers model is exported with inputs that are made from its config. Any other model is traced by `torch.fx`,
+    but that `x += y` writes into x, and that a buffer is read when the graph runs wherever the trace does not ask for
+    its size or its value.
 
     Args:
         model: the model. A graph module is returned as it is, as regraft's.
