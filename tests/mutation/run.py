@@ -3,11 +3,13 @@
     python tests/mutation/run.py                      every mutant
     python tests/mutation/run.py --only _batch_norm   those of one file, or line: _batch_norm.py:99:
     python tests/mutation/run.py --sample 8           a few, the same ones each time
+    python tests/mutation/run.py --part 0/2           the first of two halves, for a process of its own
     python tests/mutation/run.py --seed 0 --minutes 9 in a random order, until the time is over
     python tests/mutation/run.py --list               what would be planted
 
-A mutant is a module with one change in its syntax tree. It is imported, in place of the real one, by a fork of this
-process, which has torch loaded already and runs the tests that the module has until one fails.
+First the tests run without a bug, and `coverage` notes which test runs which line, and in what time. A mutant is a module
+with one change in its syntax tree. It is imported, in place of the real one, by a fork of this process, which has torch
+loaded already and runs the tests that reach the changed lines, the fastest first, until one fails.
 """
 
 from __future__ import annotations
@@ -17,22 +19,25 @@ import ast
 import importlib.abc
 import importlib.util
 import os
+import pickle
 import random
+import select
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "regraft"
-SECONDS = 240
+TESTS = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "tests" / "mutation").glob("test_survivors*.py"))]
+TESTS += ["tests/core", "tests/transformations"]
+FIRST = 25
+"""So many tests are collected and run before the rest is, because most bugs are caught by one of them."""
 
 RULES = sorted(p for p in (SOURCE / "transformations").glob("*.py") if p.name != "__init__.py")
 ORACLE = [SOURCE / "core" / name for name in ("query.py", "plainness.py", "strides.py", "flow.py", "values.py")]
-SHARED = ["merge_linears", "fuse_bias", "change_true_div", "fold_batch_norm"]
-"""Their tests stand for all in what all rules share."""
 FORMULAS = [*RULES, SOURCE / "core" / "weights.py"]
 
 SWAPPED = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
@@ -51,6 +56,7 @@ class Mutant:
 
     path: Path
     line: int
+    end: int
     what: str
     changes: Callable[[ast.AST], Iterator[Change]]
     position: int
@@ -83,7 +89,7 @@ def mutants(only: str = "") -> Iterator[Mutant]:
         for path in paths:
             for position, node in enumerate(ast.walk(ast.parse(path.read_text()))):
                 for number, (at, what, _) in enumerate(changes(node)):
-                    mutant = Mutant(path, getattr(at, "lineno", 0), what, changes, position, number)
+                    mutant = Mutant(path, at.lineno, at.end_lineno, what, changes, position, number)
                     if any(part in mutant.place for part in only.split(",")):
                         yield mutant
 
@@ -135,65 +141,102 @@ def short(node: ast.AST) -> str:
     return text if len(text) < 60 else f"{text[:57]}..."
 
 
-def tests_of(mutant: Mutant) -> list[str]:
-    """The tests of a rule; of the rules that import a module or ask a question; of a few for what all rules share."""
-    path, here, found = mutant.path, ROOT / "tests", list[Path]()
-    if path.parent.name == "transformations":
-        found = of_rules(rules_with(path))
-    else:
-        question = mutant.what.partition("(")[0]
-        asking = [rule for rule in RULES if f"facts.{question}(" in rule.read_text()]
-        found = of_rules([*SHARED, *(stem for rule in asking for stem in rules_with(rule))])
-    weights = ("test_checkpoint.py", "test_scaled.py") if path.name in ("weights.py", "_batch_norm.py") else ()
-    shared = [here / "core" / name for name in weights]
-    return [*dict.fromkeys(map(str, (here / "mutation" / "test_survivors.py", *found, *shared)))]
+@dataclass
+class Reached:
+    """Which tests run which lines of the source, by a run without a bug."""
+
+    seconds: dict[str, float]
+    """Of each test that passed."""
+    tests: dict[tuple[str, int], set[str]]
+    """By file and line; "" among them where the line runs when it is imported."""
+
+    def by(self, mutant: Mutant) -> list[str]:
+        """The tests that run a changed line, the fastest first; all of them for what runs at import."""
+        lines = [self.tests.get((str(mutant.path), line), set()) for line in range(mutant.line, mutant.end + 1)]
+        found = set[str]().union(*lines)
+        if not found - {""} and found:
+            found = set(self.seconds)
+        return sorted(found & set(self.seconds), key=lambda test: self.seconds[test])
 
 
-def of_rules(stems: list[str]) -> list[Path]:
-    return [p for stem in stems for p in sorted((ROOT / "tests" / "transformations").glob(f"test_*{stem}*.py"))]
+def reached(tests: Iterable[str]) -> Reached:
+    """Run the tests without a bug, twice: with coverage, and in the order in which mutants meet them."""
+    _, found = run(None, tests, timeout=3600, cover=True)
+    seconds = {test: took for test, (passed, took, _) in found.items() if passed}
+    covered = defaultdict[tuple[str, int], set[str]](set)
+    for test, (_, _, lines) in found.items():
+        for place in lines:
+            covered[place].add(test)
+    _, again = run(None, sorted(seconds, key=lambda test: seconds[test]), timeout=3600)
+    for test in [test for test in seconds if test not in again or not again[test][0]]:
+        print(f"left out, because it fails without a mutant: {test}")
+        del seconds[test]
+    return Reached(seconds, covered)
 
 
-def rules_with(path: Path) -> list[str]:
-    """The rule itself, or those that import what is none, as parts of the names of their tests."""
-    if of_rules([path.stem.lstrip("_")]):
-        return [path.stem.lstrip("_")]
-    users = [rule for rule in RULES if f"transformations.{path.stem} " in rule.read_text()]
-    return [stem for user in users for stem in rules_with(user)]
+def caught_by(mutant: Mutant, tests: list[str], known: Reached) -> str | None:
+    """The test that fails with the bug; None if none does."""
+    for some in (tests[:FIRST], tests[FIRST:]):
+        if some:
+            passed, found = run(mutant, some, timeout=60 + 4 * sum(known.seconds[test] for test in some))
+            if not passed:
+                return next((test for test, (right, *_) in found.items() if not right), "a crash")
+    return None
 
 
-def run(
-    mutant: Mutant | None, tests: list[str], left_out: tuple[str, ...] = (), fast: bool = False
-) -> tuple[bool, str]:
-    """Run tests in a fork; whether they all passed, and which failed."""
+Outcome = dict[str, tuple[bool, float, list[tuple[str, int]]]]
+"""By test: whether it passed, in how many seconds, and the files and lines that it ran where that was asked for."""
+
+
+def run(mutant: Mutant | None, tests: Iterable[str], *, timeout: float, cover: bool = False) -> tuple[bool, Outcome]:
+    """Run tests in a fork; whether they all passed, and what came of each."""
+    tests = list(tests)
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(read)
-        os._exit(in_child(mutant, tests, left_out, fast, write))
+        try:
+            code, outcome = in_child(mutant, tests, cover)
+            with os.fdopen(write, "wb") as pipe:
+                pickle.dump(outcome, pipe)
+        except BaseException:
+            code = 3
+        os._exit(code)
     os.close(write)
-    deadline, status = time.monotonic() + SECONDS, None
-    while status is None and time.monotonic() < deadline:
-        pid, code = os.waitpid(child, os.WNOHANG)
-        status = code if pid else time.sleep(0.02)
-    if status is None:
-        os.kill(child, 9)
-        os.waitpid(child, 0)
-    with os.fdopen(read) as pipe:
-        failed = pipe.read()
-    return status == 0, failed if status is not None else "timeout"
+    with os.fdopen(read, "rb") as pipe:
+        ready, _, _ = select.select([pipe], [], [], timeout)
+        if not ready:
+            os.kill(child, 9)
+        text = pipe.read()
+    _, status = os.waitpid(child, 0)
+    return status == 0, pickle.loads(text) if text else {"" if ready else "timeout": (False, 0.0, [])}
 
 
-def in_child(mutant: Mutant | None, tests: list[str], left_out: tuple[str, ...], fast: bool, write: int) -> int:
+def in_child(mutant: Mutant | None, tests: list[str], cover: bool) -> tuple[int, Outcome]:
     import pytest
+    from coverage import Coverage
 
-    class Failures:
-        def pytest_runtest_logreport(self, report) -> None:
-            if report.failed:
-                os.write(write, f"{report.nodeid}\n".encode())
+    outcome: Outcome = {}
+    coverage = Coverage(data_file=None, include=[f"{SOURCE}/*"]) if cover else None
+    order = {test: index for index, test in enumerate(tests)}
 
-        def pytest_collectreport(self, report) -> None:
+    class Plugin:
+        def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+            if "::" in tests[0]:
+                items[:] = sorted((i for i in items if i.nodeid in order), key=lambda item: order[item.nodeid])
+
+        def pytest_runtest_logstart(self, nodeid: str) -> None:
+            outcome[nodeid] = (True, 0.0, [])
+            if coverage is not None:
+                coverage.switch_context(nodeid)
+
+        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            passed, seconds, lines = outcome[report.nodeid]
+            outcome[report.nodeid] = (passed and not report.failed, seconds + report.duration, lines)
+
+        def pytest_collectreport(self, report: pytest.CollectReport) -> None:
             if report.failed:
-                os.write(write, f"{report.nodeid}\n".encode())
+                outcome[report.nodeid] = (False, 0.0, [])
 
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
@@ -202,19 +245,20 @@ def in_child(mutant: Mutant | None, tests: list[str], left_out: tuple[str, ...],
         del sys.modules[name]
     if mutant is not None:
         sys.meta_path.insert(0, Planted(mutant))
-    options = [
-        "-q",
-        "--import-mode=importlib",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:benchmark",
-        "--override-ini=addopts=",
-        f"--rootdir={ROOT}",
-    ]
-    options += [f"--deselect={test}" for test in left_out]
-    options += ["-k", "not trace"] if fast else []
-    return int(pytest.main([*options, *(["-x"] if mutant else []), *tests], plugins=[Failures()]))
+    options = ["-q", "--import-mode=importlib", "--override-ini=addopts=", f"--rootdir={ROOT}"]
+    options += ["-p", "no:cacheprovider", "-p", "no:benchmark", *(["-x"] if mutant else [])]
+    files = dict.fromkeys(str(ROOT / test.partition("::")[0]) for test in tests)
+    if coverage is None:
+        return int(pytest.main([*options, *files], plugins=[Plugin()])), outcome
+    coverage.start()
+    code = int(pytest.main([*options, *files], plugins=[Plugin()]))
+    coverage.stop()
+    data = coverage.get_data()
+    for path in data.measured_files():
+        for line, contexts in data.contexts_by_lineno(path).items():
+            for context in contexts:
+                outcome.setdefault(context, (False, 0.0, []))[2].append((path, line))
+    return code, outcome
 
 
 class Planted(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -243,10 +287,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="in the random order of this seed")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no mutant after so many")
     parser.add_argument("--part", default="0/1", help="the k-th of n parts: 0/2, 1/2")
-    parser.add_argument(
-        "--thorough", action="store_true", help="with the tests that trace, which take most of the time"
-    )
-    parser.add_argument("--trust", action="store_true", help="that the tests pass where no bug is planted")
+    parser.add_argument("--tests", nargs="+", default=TESTS, help="files or folders with the tests to choose from")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args()
     found = list(mutants(options.only))
@@ -262,8 +303,8 @@ def main() -> int:
     if options.list:
         print("\n".join(map(str, found)))
         return 0
-    os.environ["REGRAFT_MUTANT"] = "1"
     sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+    import coverage  # noqa: F401
     import hypothesis  # noqa: F401
     import pytest  # noqa: F401
     import torch
@@ -275,31 +316,20 @@ def main() -> int:
 
     torch.set_num_threads(1)
     fuzz(regraft.MergeLinears(), examples=3)  # what torch loads late is loaded before the forks
-    passing, broken = set[str](), set[str]()
+    known = reached(options.tests)
+    print(f"{len(known.seconds)} tests in {sum(known.seconds.values()):.0f} seconds", flush=True)
     survivors: list[Mutant] = []
     planted: list[Mutant] = []
     end = time.monotonic() + 60 * options.minutes
     for number, mutant in enumerate(found, 1):
         if time.monotonic() > end:
             break
-        tests = tests_of(mutant)
-        survived, by = run(mutant, tests, tuple(broken), not options.thorough)
-        while (
-            not options.trust
-            and not survived
-            and (test := by.partition("\n")[0]) not in passing
-            and "::" in test
-            and test not in broken
-        ):
-            passed, _ = run(None, [str(ROOT / test)], fast=not options.thorough)
-            (passing if passed else broken).add(test)
-            if not passed:  # what fails without a mutant says nothing
-                print(f"left out, because it fails without a mutant: {test}")
-                survived, by = run(mutant, tests, tuple(broken), not options.thorough)
+        tests = known.by(mutant)
+        by = caught_by(mutant, tests, known)
         planted.append(mutant)
-        survivors += [mutant] * survived
-        by = f"by {by.splitlines()[0]}" if by else ""
-        print(f"{number}/{len(found)} {'SURVIVED' if survived else 'caught'} {mutant}  {by}", flush=True)
+        survivors += [mutant] * (by is None)
+        result = f"SURVIVED {len(tests)} tests" if by is None else f"caught by {by}"
+        print(f"{number}/{len(found)} {mutant}  {result}", flush=True)
     print()
     ran, alive = Counter(mutant.path for mutant in planted), Counter(mutant.path for mutant in survivors)
     for path in sorted(ran):

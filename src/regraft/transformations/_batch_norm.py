@@ -270,7 +270,7 @@ def _scale(spec: _Specification) -> Answer:
     if weight.is_meta:
         return None
     factor, largest = _largest(spec.scale), 1.0
-    if factor > 1 and weight.dtype.itemsize < 4:  # reading all the weight takes a while
+    if factor > 1 and torch.finfo(weight.dtype).max < 1e38:  # float16: reading all the weight takes a while
         largest = _largest(weight)
     fits = factor * largest <= torch.finfo(weight.dtype).max
     return that(fits, f"{spec.weights['var'].name} makes a scale that is not finite in {weight.dtype}")
