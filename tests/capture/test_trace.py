@@ -410,6 +410,38 @@ def test_where_sizes_cannot_be_made_out_fewer_vary() -> None:
     assert torch.equal(gm(other), WrittenForItsSize(-1)(other))
 
 
+class Windows(nn.Module):
+    """Rolls and pads to whole windows of seven, then halves the sides, again and again, as Swin does."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.depth = depth
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.depth):
+            height, width = x.shape[1:3]
+            x = F.pad(x, (0, 0, 0, (7 - width % 7) % 7, 0, (7 - height % 7) % 7))
+            x = x.view(-1, x.shape[1] // 7, 7, x.shape[2] // 7, 7, x.shape[3]).softmax(2).flatten(1, 2).flatten(2, 3)
+            x = F.pad(x[:, :height, :width], (0, 0, 0, width % 2, 0, height % 2))
+            x = x[:, ::2, ::2] + x[:, 1::2, 1::2]
+        return x
+
+
+@pytest.mark.parametrize(("depth", "varies"), [(1, True), (3, False)])
+def test_sides_that_hang_together_in_a_long_expression_are_fixed_rather_than_solved_for_minutes(
+    depth: int, varies: bool
+) -> None:
+    model, side = Windows(depth), 56
+    gm = trace(model, (torch.randn(2, side, side, 3),), dynamic_shapes="auto")
+    assert torch.equal(gm(x := torch.randn(3, side, side, 3)), model(x))
+    larger = torch.randn(2, 2 * side, 2 * side, 3)
+    if varies:
+        assert torch.equal(gm(larger), model(larger))
+    else:
+        with pytest.raises(TypeError, match="axis 1 of x has size 112, expected 56"):
+            gm(larger)
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()

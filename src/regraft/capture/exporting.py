@@ -27,6 +27,15 @@ PREFIX = "model"
 _LEAVES = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, bool, int, float, str, type(None))
 
 
+_LONGEST = 200
+"""Characters of a size written out, with which export is still quick. Those of convolutional networks stay below 60. Those
+of attention in windows (Swin, MaxViT) pass 250, and export reasons about them for minutes."""
+
+
+class TooInvolved(Exception):
+    """The sizes hang together in so involved a way that export would take minutes to make out how."""
+
+
 class Seen:
     """The structure of a model's result; an object of its own, because export puts back what a forward sets."""
 
@@ -42,19 +51,21 @@ class Flat(nn.Module):
         model: the model.
         call: the call that it gets.
         seen: where to note what the model returns.
+        quick: whether to give up where sizes are too involved.
     """
 
-    def __init__(self, model: nn.Module, call: Call, seen: Seen) -> None:
+    def __init__(self, model: nn.Module, call: Call, seen: Seen, quick: bool = False) -> None:
         super().__init__()
         self.training = model.training
         self._modules[PREFIX] = model
         self.call = call
         self.seen = seen
+        self.quick = quick
         self.__dict__["forward"] = _with_names(self._run, call.names)
 
     def _run(self, *leaves: Any) -> tuple[Any, ...]:
         args, kwargs = self.call.rebuild(leaves)
-        with _AsItRuns():
+        with _AsItRuns(self.quick):
             result = self._modules[PREFIX](*args, **kwargs)  # type: ignore[misc]
         flat, spec = torch_private.tree_flatten(caches.unfold(result))
         self.seen.out_spec = spec
@@ -74,7 +85,14 @@ class _AsItRuns(TorchFunctionMode):
 
     Dropout of an eval model returns its input, strides and all. Export takes the result for contiguous, and leaves out
     a `contiguous` behind it.
+
+    Args:
+        quick: whether to give up where sizes are too involved.
     """
+
+    def __init__(self, quick: bool) -> None:
+        super().__init__()
+        self.quick = quick
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -85,7 +103,16 @@ class _AsItRuns(TorchFunctionMode):
             value, training = _dropped(*args, **kwargs)
             if training is False:
                 return torch.ops.aten.alias.default(value)
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        if self.quick and isinstance(result, torch.Tensor):
+            _expect_simple_sizes(result)
+        return result
+
+
+def _expect_simple_sizes(value: torch.Tensor) -> None:
+    for size in value.shape:
+        if type(size) is not int and len(text := str(size)) > _LONGEST:
+            raise TooInvolved(f"a size is {text[:60]}... of those of the inputs")
 
 
 _DROPOUTS: frozenset[Any] = frozenset(
@@ -131,7 +158,11 @@ class Exported:
 
 
 def export(
-    model: nn.Module, call: Call, axes: Axes, ways: Sequence[Callable[[], AbstractContextManager[Any]]]
+    model: nn.Module,
+    call: Call,
+    axes: Axes,
+    ways: Sequence[Callable[[], AbstractContextManager[Any]]],
+    quick: bool = False,
 ) -> Exported:
     """Export a model, in the first of some ways that works.
 
@@ -140,8 +171,10 @@ def export(
         call: an example of a call.
         axes: which axes of the tensors vary.
         ways: contexts to export in, the plain one first.
+        quick: whether to give up where sizes are too involved.
 
     Raises:
+        TooInvolved: they are.
         Exception: what torch raised in the first way that is no mere try, where none works.
     """
     leaves = _distinct(call.leaves)
@@ -155,11 +188,13 @@ def export(
     for way in ways:
         for sample in samples:
             seen = Seen()
-            flat = Flat(model, call, seen)
+            flat = Flat(model, call, seen, quick)
             try:
                 with way(), torch.no_grad(), _quiet():
                     program = torch.export.export(flat, tuple(sample), strict=False, dynamic_shapes=_shapes(axes))
                 _expect_plain_functions(program)
+            except TooInvolved:
+                raise
             except Exception as error:  # whatever a model raises when it meets sizes that it does not take
                 failure = error if failure is None or sample is leaves else failure
             else:

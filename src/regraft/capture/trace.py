@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,8 +38,8 @@ def trace(
         args: positional arguments, tensors or nested containers of them.
         kwargs: keyword arguments. What is no tensor is fixed in the graph.
         dynamic_shapes: which sizes may differ from the example's. None: none may. `"auto"`: all that can; where export
-            fails so, the first axes that can, and where it fails again, none. Otherwise a form of
-            `torch.export.export`.
+            fails so, or would reason for minutes (Swin), the first axes that can, and where it fails again, none.
+            Otherwise a form of `torch.export.export`.
 
     Raises:
         CaptureError: the model cannot be captured; the message names the line of its source and what to do.
@@ -103,22 +104,19 @@ def _calling(gm: GraphModule) -> Calling:
 
 
 def _exported_as_widely_as_can_be(model: nn.Module, call: Call, axes: Axes) -> Exported:
-    """Where export cannot make out how all sizes hang together, with the batch alone varying, or no size at all."""
+    """Where export cannot make out, or not soon, how all sizes hang together: with the batch alone varying, or none."""
     batch: Axes = [{0: varying[0]} if varying and 0 in varying else None for varying in axes]
     none: Axes = [None] * len(axes)
-    failure: CaptureError | None = None
-    for way in (axes, *(fewer for fewer in (batch, none) if fewer != axes)):
-        try:
-            return _exported(model, call, way)
-        except CaptureError as error:
-            failure = failure or error
-    assert failure is not None
-    raise failure
+    *ways, last = [axes, *(fewer for fewer in (batch, none) if fewer != axes)]
+    for way in ways:
+        with contextlib.suppress(CaptureError):
+            return _exported(model, call, way, quick=True)
+    return _exported(model, call, last)
 
 
-def _exported(model: nn.Module, call: Call, axes: Axes) -> Exported:
+def _exported(model: nn.Module, call: Call, axes: Axes, quick: bool = False) -> Exported:
     try:
         with untouched(model):
-            return export(model, call, axes, transformers_adapter.ways(model))
+            return export(model, call, axes, transformers_adapter.ways(model), quick)
     except Exception as error:
         raise capture_error(model, error) from error
