@@ -8,8 +8,8 @@
     python tests/mutation/run.py --list               what would be planted
 
 First the tests run without a bug, and `coverage` notes which test runs which line, and in what time. A mutant is a
-module with one change in its syntax tree. It is imported, in place of the real one, by a fork of this process, which has
-torch loaded already and runs the tests that reach the changed lines, the fastest first, until one fails.
+module with one change in its syntax tree. It is imported, in place of the real one, by a fork of this process, which
+has torch loaded already and runs the tests that reach the changed lines, the fastest first, until one fails.
 """
 
 from __future__ import annotations
