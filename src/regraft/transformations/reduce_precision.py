@@ -34,8 +34,9 @@ class ReducePrecision(Rewrite):
 
     `f(x) ~ float32(f_16(round_16(x)))`: a relative error of `2^-9` (bfloat16) or `2^-12` (float16) for each layer. What
     goes through in half precision are activations, additions of two such values, attention (whose softmax torch
-    accumulates in float32) and views. Float32 stay: norms and their statistics, means and sums, embeddings, positions,
-    softmax, the residual stream of a transformer, all that `keep` names, and what the caller gives and gets.
+    accumulates in float32, and whose mask stays as it is) and views. Float32 stay: norms and their statistics, means
+    and sums, embeddings, positions, softmax, the residual stream of a transformer, all that `keep` names, and what the
+    caller gives and gets.
 
     Args:
         dtype: `torch.bfloat16` or `torch.float16`.
@@ -102,9 +103,12 @@ class ReducePrecision(Rewrite):
         safe = not written or adds or own_memory(sources[call.input], owner)
         require(that(safe, f"{call.where} works in place; use the out-of-place form"))
 
-        mask = call["attn_mask"] if call.operation is v.ATTENTION else None
-        if isinstance(mask, Node) and mask not in sources and is_float32(mask):
-            sources[mask] = edit.insert(node, _CAST, mask, self.dtype)
+        # a mask stays what it is: in half precision the lowest number of float32 would be -inf, and True a one
+        given = call["attn_mask"] if call.operation is v.ATTENTION else None
+        mask = value_of(given) if given not in sources else None
+        wide = mask is not None and mask.dtype is torch.float32 and mask.device.type not in ("cpu", "meta")
+        require(that(not wide, f"{call.where} has a mask in float32, which halves take on the CPU alone"))
+
         terms = (sources.get(value, value) for value in (call["input"], call["other"])) if adds else ()
         inner = edit.insert(node, operator.add, *terms) if adds else edit.copy(node, sources)
         self._finish(call, inner, edit)
