@@ -257,6 +257,21 @@ def test_a_functional_norm_in_training_mode(training):
     check_refused(rg.FoldBatchNorm(), net.eval(), (X,), "fx", "training mode")
 
 
+def test_a_reshape_between_them_where_no_shapes_are_known():
+    net = Wrap(lambda self, x: self.norm(self.layer(x).reshape(-1, 4)), layer=nn.Linear(6, 4), norm=nn.BatchNorm1d(4))
+    check_refused(rg.FoldBatchNorm(), net.eval(), (X,), "fx", "it is 'reshape'")
+
+
+@pytest.mark.parametrize(("dtype", "gamma"), [(torch.float16, 0.5), (torch.float32, 4.0)])
+def test_a_weight_that_is_not_finite_before_the_fold_is_no_reason(dtype, gamma):
+    net = conv_norm().to(dtype)
+    with torch.no_grad():
+        net[0].weight[0, 0, 0, 0] = torch.inf
+        net[1].weight.fill_(gamma)
+        net[1].running_var.fill_(1)
+    assert rg.FoldBatchNorm().explain(capture(net, (X.to(dtype),), "fx")).applied == 1
+
+
 def test_computed_statistics_and_weights():
     net = Wrap(
         lambda self, x: F.batch_norm(self.conv(x), self.mean * 2, self.var),

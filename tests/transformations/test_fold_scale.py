@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -103,6 +104,15 @@ def test_refused(name: str) -> None:
 
 def test_training_mode_is_refused() -> None:
     check_refused(rg.FoldScale(), model_of(LINEAR["times a number"]).train(), X, "fx", "training mode")
+
+
+@pytest.mark.parametrize("name", ["divided", "before, divided"])
+def test_a_division_in_place_is_refused_and_the_reason_says_what_to_do(name: str) -> None:
+    gm = torch.fx.symbolic_trace(model_of(LINEAR[name]))
+    (division,) = gm.graph.find_nodes(op="call_function", target=operator.truediv)
+    division.target = operator.itruediv
+    gm.recompile()
+    rg.testing.assert_refused(rg.FoldScale(), gm, "'truediv' works in place; use the out-of-place form")
 
 
 def test_a_tied_weight_is_refused() -> None:

@@ -11,6 +11,8 @@ from torch import nn
 
 import regraft as rg
 from helpers import Wrap, check_applied, check_refused, randomise
+from regraft.testing import assert_refused
+from regraft.testing.parts import traced_with_shapes
 
 X = (torch.randn(3, 5, 8) * 2 + 1,)
 
@@ -134,6 +136,17 @@ def test_read_elsewhere_is_refused() -> None:
         return x * scale, scale
 
     check_refused(rg.FuseNorm(), model_of(both), X, "trace", "also used")
+
+
+def test_what_is_written_after_its_mean_is_taken_is_refused() -> None:
+    def written(m: Any, x: Any) -> Any:
+        h = x * 2
+        scale = (h.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        h.add_(1)
+        return h * scale
+
+    gm = traced_with_shapes(model_of(written), X, {})
+    assert_refused(rg.FuseNorm(), gm, "node 'add_' changes 'mul' in place")
 
 
 def test_a_weight_of_another_dtype_is_refused() -> None:

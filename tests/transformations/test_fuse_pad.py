@@ -61,6 +61,8 @@ def test_what_was_trained_in_the_place_of_zeros_is_not_lost():
     [
         (net((1, 1), nn.Conv2d(3, 4, 3), value=1.0), "zeros"),
         (net((1, 1), nn.Conv2d(3, 4, 3), mode="reflect"), "zeros"),
+        (net((1, 1, 1), nn.Conv2d(3, 4, 3)), "computed"),  # which torch takes for no padding at all
+        (Wrap(lambda self, x: self.a(F.pad(x, (0, x.shape[0]))), a=nn.Conv2d(3, 4, 3)), "computed"),
         (net((2, 1), nn.Conv2d(3, 4, 3)), "start"),
         (net((-1, 1), nn.Conv2d(3, 4, 3)), "start"),
         (net((1, 1, 1, 1, 0, 0), nn.Conv2d(3, 4, 3)), "axes"),

@@ -199,6 +199,7 @@ def test_users_that_do_not_need_contiguous_input(use, form):
     "use",
     [
         lambda y: y.view(-1),
+        lambda y: y.view(-1) * 2,  # which the caller does not get
         lambda y: y.view(6, 8)[0].sum(),
         lambda y: y.view((-1,)),
         lambda y: torch.as_strided(y, (2, 8), (8, 1)),

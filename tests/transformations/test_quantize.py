@@ -110,6 +110,21 @@ def test_layers_that_are_to_be_kept() -> None:
     assert rg.history(gm)[-1].refused[0].reason == "2 stays as it is, by keep='2'"
 
 
+def test_a_weight_whose_changes_cannot_be_seen_is_not_quantized() -> None:
+    with torch.inference_mode():
+        weight = nn.Parameter(torch.randn(24, 16))
+        hidden = rg.Quantize()(rg.symbolic_trace(nn.Sequential(nn.Linear(16, 24)).eval()))
+    reason = "0.weight was made in inference mode, where torch does not count what is written to it"
+    assert [refusal.reason for refusal in rg.history(hidden)[-1].refused] == [reason]
+    gm = rg.Quantize()(rg.symbolic_trace(net()))
+    layer = gm.get_submodule("0")
+    layer.weight = weight
+    for _ in range(2):
+        with torch.inference_mode():
+            assert torch.equal(layer(*X), F.linear(*X, weight, layer.bias))
+            weight.mul_(2)
+
+
 def _hooked() -> nn.Linear:
     layer = nn.Linear(16, 4)
     layer.register_forward_hook(lambda module, args, result: result * 2)

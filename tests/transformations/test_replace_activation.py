@@ -68,6 +68,12 @@ def test_a_function_without_a_module_stands_for_itself_alone() -> None:
     torch.testing.assert_close(gm(*X), X[0].cos() + X[0].tan())
 
 
+def test_a_class_that_has_no_other_spelling_stands_for_itself_alone() -> None:
+    net = nn.Sequential(nn.Mish(), nn.Softsign(), nn.Linear(6, 6))
+    gm = rg.ReplaceActivation({nn.Mish: nn.ReLU})(capture(net, X, "fx"))
+    assert [type(module) for module in gm.children()] == [nn.ReLU, nn.Softsign, nn.Linear]
+
+
 def test_each_call_of_a_shared_module() -> None:
     gm = capture(Wrap(lambda m, x: m.act(x) + m.act(x + 1), act=nn.SiLU()).eval(), X, "fx")
     rg.ReplaceActivation()(gm)

@@ -54,7 +54,7 @@ def fold(match: Match, edit: Edit, facts: Facts, pairs: tuple[tuple[Any, bool], 
     site = _neighbours(match, facts, pairs)
     layer, weight = site.layer, site.layer.weight("weight")
     require(facts.plain(norm), facts.plain(layer), facts.alone(norm), facts.alone(layer))
-    require(_evaluating_layer(layer), that(weight is not None, f"{layer.where}: the weight is not constant"))
+    require(_evaluating_layer(layer))
     assert weight is not None
     spec = _specification(norm, layer, site.behind)
     require(_agree(facts, spec), *_same_memory(facts, site), _channels(facts, site, weight.tensor), _scale(spec))

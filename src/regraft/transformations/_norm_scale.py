@@ -143,7 +143,5 @@ class Shifted(Derivation):
         dtype = wider(weight.dtype)
         rows = max(1, _BLOCK * len(weight) // max(1, weight.numel()))
         wide = shift.to(dtype)
-        total = (
-            torch.cat([block.to(dtype) @ wide for block in weight.split(rows)]) if len(weight) else wide.new_zeros(0)
-        )
+        total = torch.cat([block.to(dtype) @ wide for block in weight.split(rows)])
         return (total + bias[0].to(dtype) if bias else total).to(weight.dtype)
