@@ -166,3 +166,19 @@ def test_what_is_half_in_half_precision_stays_in_float32(function, where: str) -
 @pytest.mark.parametrize("alpha", [1, 3])
 def test_an_addition_in_place_of_a_multiple(alpha: int) -> None:
     assert not reasons(reduced(lambda m, x: m.a(x).add_(m.b(x), alpha=alpha)))
+
+
+def test_an_index_or_a_size_beside_a_half_is_no_float32_value() -> None:
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x, index):
+            return self.a(x)[index].reshape(index.size(0), 4)
+
+    model, inputs = randomised(Chosen()).eval(), (torch.randn(3, 4), torch.tensor([2, 0]))
+    gm = rg.ReducePrecision()(traced_with_shapes(model, inputs, {}))
+    assert not reasons(gm)
+    with torch.no_grad():
+        torch.testing.assert_close(gm(*inputs), model(*inputs), rtol=0, atol=0.05)

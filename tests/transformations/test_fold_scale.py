@@ -23,6 +23,7 @@ IMAGE = (torch.randn(2, 4, 6, 6),)
 def model_of(function: Callable[[Any, Any], Any], **parts: Any) -> nn.Module:
     given = {"l": nn.Linear(4, 4), "c": nn.Conv2d(4, 6, 3, padding=1, groups=2), "v": nn.Parameter(torch.rand(4) + 0.5)}
     given |= {"w": nn.Parameter(torch.rand(6, 1, 1)), "u": nn.Parameter(torch.rand(1, 4, 1, 1))}
+    given |= {"one": nn.Parameter(torch.rand(1)), "p": nn.Linear(4, 6)}
     return randomise(Wrap(function, **{**given, **parts})).eval()
 
 
@@ -36,6 +37,8 @@ LINEAR: dict[str, Callable[[Any, Any], Any]] = {
     "before": lambda m, x: m.l(x * 0.3) + 1,
     "before, a vector": lambda m, x: m.l(x * m.v),
     "before, divided": lambda m, x: m.l(x / m.v),
+    "times the one number of a weight": lambda m, x: m.l(x) * m.one,
+    "before, and its size is read": lambda m, x: m.p(y := x * 0.3) + y.shape[-1],
 }
 CONV: dict[str, Callable[[Any, Any], Any]] = {
     "times a number": lambda m, x: m.c(x) * 0.3,
@@ -100,6 +103,11 @@ def test_refused(name: str) -> None:
         frozen=nn.Parameter(torch.rand(4), False),
     )
     check_refused(rg.FoldScale(), model, X, "fx", word)
+
+
+def test_another_axis_is_refused_where_the_rank_is_known_too() -> None:
+    model = model_of(REFUSED["another axis"][0], rows=nn.Parameter(torch.rand(5, 1)))
+    check_refused(rg.FoldScale(), model, X, "trace", "not one number for each channel")
 
 
 def test_training_mode_is_refused() -> None:
@@ -191,6 +199,20 @@ def test_norms(name: str, dtype: torch.dtype) -> None:
     assert not list(module.parameters()) if module else norm.args[2:4] in ((None, None), (None, 1e-3))
 
 
+SENTENCES = {
+    "layer norm": "folded its scale and shift into l",
+    "no shift": "folded its scale into l",
+    "shift alone": "folded its shift into l",
+    "queries, keys and values": "folded its scale and shift into l, k, q",
+}
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_the_report_says_what_of_a_norm_went_where(name: str) -> None:
+    gm = rg.FoldScale()(rg.trace(norms_of(NORMS[name]), X))
+    assert [site.sentence for site in rg.history(gm)[-1].applied] == [SENTENCES[name]]
+
+
 def test_a_norms_scale_of_zero_is_folded() -> None:
     model = norms_of(NORMS["layer norm"])
     with torch.no_grad():
@@ -219,6 +241,7 @@ NORMS_REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "layer called twice": (lambda m, x: m.l(m.n(x)) + m.l(x), "called 2 times"),
     "two axes": (lambda m, x: m.l(m.two(x)), "not the features"),
     "hooks": (lambda m, x: m.l(m.hooked(x)), "hooks"),
+    "hooks of a layer": (lambda m, x: (lambda n: m.l(n) + m.watched(n))(m.n(x)), "watched has hooks"),
     "frozen": (lambda m, x: m.l(m.frozen(x)), "frozen"),
     "another dtype": (lambda m, x: m.l(F.layer_norm(x, (4,), m.wide)), "float64"),
     "a computed scale": (lambda m, x: m.l(F.rms_norm(x, (4,), 1 + m.v)), "computed by the graph"),
@@ -229,9 +252,11 @@ NORMS_REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 @pytest.mark.parametrize("name", NORMS_REFUSED)
 def test_norms_refused(name: str) -> None:
     function, word = NORMS_REFUSED[name]
-    hooked, large = nn.LayerNorm(4), nn.Parameter(torch.rand(4))
-    hooked.register_forward_hook(lambda module, args, result: result * 2)
+    hooked, watched, large = nn.LayerNorm(4), nn.Linear(4, 4), nn.Parameter(torch.rand(4))
+    for module in (hooked, watched):
+        module.register_forward_hook(lambda module, args, result: result * 2)
     parts = {"two": nn.LayerNorm((5, 4)), "hooked": hooked, "frozen": nn.LayerNorm(4).requires_grad_(False)}
+    parts["watched"] = watched
     model = norms_of(function, **parts, large=large, wide=nn.Parameter(torch.rand(4, dtype=torch.float64)))
     with torch.no_grad():
         large.fill_(torch.finfo(torch.float32).max)

@@ -166,5 +166,14 @@ def test_a_weight_that_is_none_of_a_norm_is_left_outside(shape: tuple[int, ...],
     torch.testing.assert_close(gm(x), model(x))
 
 
+def test_an_axis_whose_size_may_vary_is_refused() -> None:
+    width = torch.export.Dim("width", min=2)
+    model = model_of(FORMS["no weight"][0])
+    gm = rg.trace(model, X, dynamic_shapes=({2: width},))
+    assert_refused(rg.FuseNorm(), gm, "the last axes of 'x' have no fixed size")
+    gm = rg.trace(model, X, dynamic_shapes=({1: width},))
+    assert rg.FuseNorm().explain(gm).applied == 1
+
+
 def test_without_shapes_it_is_refused() -> None:
     check_refused(rg.FuseNorm(), model_of(FORMS["no weight"][0]), X, "fx", "not known")

@@ -74,7 +74,7 @@ class FoldScale(Rewrite):
         name, like = place_of(layer, weight.tensor, edit)
         edit.put_module(name, like, _derived(site))
         edit.replace_with_module(layer.node, name, layer.input if site.behind else site.value)
-        edit.redirect(node, layer.node if site.behind else site.value)
+        edit.redirect(node, site.value)
         edit.erase(node)
         edit.discard(layer)
         if site.weight is not None and site.weight.node is not None and not site.weight.node.users:

@@ -80,7 +80,7 @@ class FuseNorm(Rewrite):
         """See `Rewrite.rewrite`."""
         assert isinstance(match, TreeMatch)
         x, weight, bias = (match.values.get(name) for name in ("x", "weight", "bias"))
-        require(facts.tensor(x), that(value_of(x) is not None, f"the shape of {x!r} is not known"))
+        require(that(value_of(x) is not None, f"the shape of {x!r} is not known"))
         assert isinstance(x, Node)
         weights = [node for node in (weight, bias) if node is not None]
         x, result, inner = ends(x, weights, match)
