@@ -55,6 +55,11 @@ def test_before_every_unpadded_layer(kind, rank, bias, affine, form):
     assert [n.target for n in gm.graph.nodes if n.op == "call_module"] == ["1"]
 
 
+def test_before_a_layer_without_outputs():
+    net = nn.Sequential(nn.BatchNorm1d(4), nn.utils.skip_init(nn.Linear, 4, 0))
+    check_applied(rg.FoldBatchNorm(), randomise(net).eval(), (torch.randn(3, 4),))
+
+
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
 def test_before_a_convolution_that_pads_with_its_input(mode):
     net = nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3, padding=1, padding_mode=mode))

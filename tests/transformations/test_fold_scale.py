@@ -220,6 +220,33 @@ def test_a_norms_scale_of_zero_is_folded() -> None:
     check_applied(rg.FoldScale(), model, X, "trace")
 
 
+def test_a_norm_whose_weights_are_not_made_yet_is_folded() -> None:
+    with torch.device("meta"):
+        model = Wrap(NORMS["layer norm"], n=nn.LayerNorm(4), l=nn.Linear(4, 4)).eval()
+    gm = rg.FoldScale()(rg.symbolic_trace(model))
+    assert rg.history(gm)[-1].applied
+    assert gm.get_submodule("l").weight.is_meta
+
+
+EMPTY: dict[str, tuple[Callable[[Any, Any], Any], int]] = {
+    "a number behind": (LINEAR["times a number"], 4),
+    "a vector behind": (lambda m, x: m.l(x) / m.nothing, 4),
+    "a number before": (LINEAR["before"], 4),
+    "a vector before": (LINEAR["before, a vector"], 4),
+    "a norm": (NORMS["layer norm"], 4),
+    "no scale": (NORMS["shift alone"], 4),
+    "no inputs": (lambda m, x: m.l(x[..., :0] * 0.3), 0),
+}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", EMPTY)
+def test_a_layer_without_elements_is_folded_too(name: str, bias: bool) -> None:
+    function, inputs = EMPTY[name]
+    layer = nn.utils.skip_init(nn.Linear, inputs, 4 - inputs, bias=bias)
+    check_applied(rg.FoldScale(), norms_of(function, l=layer, nothing=nn.Parameter(torch.rand(0))), X, "trace")
+
+
 def test_a_norm_and_its_layers_keep_their_checkpoint() -> None:
     model, other = norms_of(NORMS["queries, keys and values"]), randomise(norms_of(NORMS["layer norm"]), 1)
     gm = rg.FoldScale()(rg.trace(model, X))

@@ -84,6 +84,8 @@ def test_applied(name: str) -> None:
     gm = check_applied(rg.FuseNorm(), model_of(function), X, "trace")
     assert [n for n in gm.graph.nodes if getattr(n.target, "__name__", "") == target]
     assert not [n for n in gm.graph.nodes if "sqrt" in n.name]
+    kind, shape = "layer" if target == "layer_norm" else "RMS", (5, 8) if name == "two axes" else (8,)
+    assert rg.history(gm)[-1].applied[0].sentence == f"fused {kind} norm over {shape}"
 
 
 def layer_with_wide_weights(m: Any, x: Any) -> Any:

@@ -173,6 +173,8 @@ def test_memory_that_others_read_is_not_written(forward, form):
         lambda self, x: self.a(x) + x[:1],
         lambda self, x: self.a(x[:1]) + x,
         lambda self, x: self.a(x) + x.double(),
+        lambda self, x: (y := x * 2, y.add_(self.a(x)), y)[1:],  # into what the caller gets as well
+        lambda self, x: (y := x * 2, z := self.a(x).add_(y), y, z)[1:],
     ],
 )
 @pytest.mark.parametrize("form", FORMS)

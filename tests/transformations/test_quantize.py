@@ -43,6 +43,7 @@ def test_layers_are_quantized_and_taken_back(config: str, dtype: torch.dtype, fo
     assert [site.sentence for site in rg.history(gm)[-1].applied] == [done] * 2
     assert 1e-4 < error(model, gm, inputs) < 0.05  # it is another computation, and a near one
     assert gm.get_submodule("0").weight is model[0].weight
+    assert repr(gm.get_submodule("0")).endswith(f"(in_features=16, out_features=24, bias=True, config={config})")
     assert list(gm.state_dict()) == list(model.state_dict())
     for other in copies(gm).values():
         assert error(gm, other, inputs) == 0
@@ -139,6 +140,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "called twice": (lambda m, x: m.l(m.l(x)), {"l": SHARED}, "called 2 times"),
     "tied": (lambda m, x: m.l(x), {"l": nn.Linear(16, 16), "e": nn.Linear(16, 16)}, "tied"),
     "another dtype": (lambda m, x: m.l(x.double()), {"l": nn.Linear(16, 4).double()}, "float64"),
+    "empty": (lambda m, x: m.l(x), {"l": nn.utils.skip_init(nn.Linear, 16, 0)}, "l has an empty weight"),
     "training": (lambda m, x: m.l(x), {"l": nn.Linear(16, 4)}, "training mode"),
 }
 

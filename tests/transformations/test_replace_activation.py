@@ -58,6 +58,21 @@ def test_applied(name: str, form: str) -> None:
     assert_same(before, picture(gm))
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        (nn.LeakyReLU(0.2), nn.ReLU, "LeakyReLU became ReLU"),
+        (nn.LeakyReLU(0.2), nn.ELU(0.5), "LeakyReLU became ELU"),
+        (F.gelu, F.relu, "gelu became relu"),
+        (nn.GELU, halve, "GELU became halve"),
+    ],
+)
+def test_the_report_names_both_activations(old: Any, new: Any, sentence: str) -> None:
+    gm = capture(Wrap(lambda m, x: m.gelu(m.leaky(x)), gelu=nn.GELU(), leaky=nn.LeakyReLU(0.2)), X, "fx")
+    rg.ReplaceActivation({old: new})(gm)
+    assert [site.sentence for site in rg.history(gm)[-1].applied] == [sentence]
+
+
 def test_a_module_whose_place_a_function_takes_is_gone() -> None:
     gm = capture(Wrap(lambda m, x: m.gelu(x), gelu=nn.GELU()), X, "fx")
     assert not list(rg.ReplaceActivation({nn.GELU: F.relu})(gm).children())

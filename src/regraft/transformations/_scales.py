@@ -124,7 +124,8 @@ def along(values: Tensor, weight: Tensor, behind: bool, transposed: bool, groups
     if behind is not transposed:
         return values.reshape(-1, 1, *spatial)
     rows = weight.shape[0] // groups  # a group's inputs meet that group's outputs
-    return values.reshape(groups, 1, -1).expand(-1, rows, -1).reshape(weight.shape[0], -1, *spatial)
+    each = values.numel() // groups
+    return values.reshape(groups, 1, each).expand(-1, rows, -1).reshape(weight.shape[0], each, *spatial)
 
 
 @dataclass(frozen=True)

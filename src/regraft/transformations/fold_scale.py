@@ -114,6 +114,7 @@ def _scale(site: Site, facts: Facts) -> str | None:
     if scale.is_meta or weight.tensor.is_meta:
         return None
     sizes = scale.abs().reciprocal() if site.scale.operation is DIVIDE else scale.abs()
-    largest = float(sizes.max()) * float(weight.tensor.detach().abs().max())
+    some = sizes.numel() and weight.tensor.numel()
+    largest = float(sizes.max()) * float(weight.tensor.detach().abs().max()) if some else 0.0
     fits = bool((sizes > 0).all()) and math.isfinite(largest) and largest <= torch.finfo(weight.tensor.dtype).max
     return that(fits, f"{site.scale.where} scales by zero, or beyond what {weight.tensor.dtype} holds")

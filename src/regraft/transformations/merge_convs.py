@@ -85,14 +85,12 @@ class MergeConvs(Rewrite):
 def _expect_mergeable(call: Call, facts: Facts) -> None:
     require(facts.plain(call))
     require(facts.alone(call))
-    weight, bias, value = call.weight("weight"), call.weight("bias"), value_of(call.node)
+    weight, bias = call.weight("weight"), call.weight("bias")
     assert weight is not None
-    axes = weight.tensor.ndim
     require(
         facts.agree([(w.name, w.tensor) for w in (weight, bias) if w is not None]),
         facts.strides_free(call.node, -1),
         that(call["groups"] == 1, f"{call.where} has {call['groups']} groups"),
-        that(value is None or value.ndim in (axes - 1, axes), f"{call.where} works on other axes"),
     )
 
 

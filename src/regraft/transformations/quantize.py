@@ -69,7 +69,6 @@ class Quantize(Rewrite):
         assert weight is not None
         dtype = str(weight.tensor.dtype).removeprefix("torch.")
         require(
-            facts.plain_tensor(weight),
             facts.copies_last(weight),
             that(weight.tensor.dtype in _DTYPES, f"{call.where} is in {dtype}; torchao quantizes float32 and halves"),
             that(not module.training, f"{call.where} is in training mode; call .eval() on the model first"),
