@@ -17,6 +17,11 @@ def net(pad, conv, **more):
     return randomise(Wrap(lambda self, x: self.a(F.pad(x, pad, **more)), a=conv))
 
 
+def hooked(conv):
+    conv.register_forward_hook(lambda module, args, result: result * 2)
+    return conv
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("pad", [(1, 1, 1, 1), (0, 1, 0, 1), (0, 0, 2, 3), (1, 2, 0, 2), (2, 2)])
 @pytest.mark.parametrize("stride", [1, 2, 3])
@@ -71,10 +76,18 @@ def test_what_was_trained_in_the_place_of_zeros_is_not_lost():
             Wrap(lambda self, x: F.conv2d(F.pad(x, (1, 1)), self.w), w=nn.Parameter(torch.randn(4, 3, 3, 3))),
             "a function call",
         ),
+        (net((1, 1), hooked(nn.Conv2d(3, 4, 3))), "a has hooks"),
         (net((1, 1), nn.Conv2d(3, 4, 3, padding=1)), "itself"),
         (net((1, 1), nn.Conv2d(3, 4, 3, padding="same")), "itself"),
         (net((1, 1), nn.Linear(10, 4)), "one convolution"),
         (Wrap(lambda self, x: (p := F.pad(x, (1, 1))) + self.a(p), a=nn.Conv2d(3, 3, 1)), "one convolution"),
+        (
+            Wrap(
+                lambda self, x: (y := x * 2, padded := F.pad(y, (1, 1)), y.add_(1), self.a(padded))[3],
+                a=nn.Conv2d(3, 3, 1),
+            ),
+            "changes 'mul' in place",
+        ),
         (
             Wrap(lambda self, x: self.a(F.pad(x, (1, 1))) + self.a(F.pad(x, (1, 1))), a=nn.Conv2d(3, 3, 1)),
             "called 2 times",

@@ -122,6 +122,11 @@ def test_in_place_is_refused(function: Any) -> None:
     check_refused(rg.ReplaceActivation(), Wrap(function, act=nn.SiLU(inplace=True)), X, "fx", "in place")
 
 
+def test_a_function_of_a_number_is_refused() -> None:
+    model = Wrap(lambda m, x: torch.float_power(2, x))
+    check_refused(rg.ReplaceActivation({torch.float_power: F.relu}), model, X, "fx", "is not called on a tensor")
+
+
 def test_in_a_model() -> None:
     net = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6), nn.SiLU())
     model = randomise(net).eval()
