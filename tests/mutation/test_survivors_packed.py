@@ -112,3 +112,23 @@ def test_an_addend_that_is_read_again_is_not_taken_for_written() -> None:
     }
     with torch.no_grad():
         torch.testing.assert_close(gm(IMAGE), model(IMAGE))
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="no MKL")
+def test_mkls_product_is_tried_with_the_rows_that_it_is_packed_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another number torch takes the plain product, and nothing would be tried."""
+    rows, pack, product = [], mkldnn.pack_sgemm, mkldnn.sgemm
+
+    def packed_for(weight: torch.Tensor, count: int) -> torch.Tensor:
+        rows.append(count)
+        return pack(weight, count)
+
+    def multiplied(x: torch.Tensor, *args) -> torch.Tensor:
+        rows.extend([len(x), args[-1]])
+        return product(x, *args)
+
+    monkeypatch.setattr(mkldnn, "pack_sgemm", packed_for)
+    monkeypatch.setattr(mkldnn, "sgemm", multiplied)
+    assert mkldnn.works.__wrapped__(mkldnn.MKL, torch.float32)
+    assert len(rows) == 3
+    assert len(set(rows)) == 1
