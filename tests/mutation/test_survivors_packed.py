@@ -132,3 +132,19 @@ def test_mkls_product_is_tried_with_the_rows_that_it_is_packed_for(monkeypatch: 
     assert mkldnn.works.__wrapped__(mkldnn.MKL, torch.float32)
     assert len(rows) == 3
     assert len(set(rows)) == 1
+
+
+def test_a_slope_that_is_computed_is_no_activation_of_onednn() -> None:
+    class Sloped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Conv2d(4, 4, 1)
+
+        def forward(self, x):
+            return F.leaky_relu(self.a(x), x.size(0) / 8)
+
+    model = randomised(Sloped()).eval()
+    gm = rg.PrepackForCpu()(torch.fx.symbolic_trace(model))
+    assert [site.sentence for site in rg.history(gm)[-1].applied if site.where == "a"] == ["packed"]
+    with torch.no_grad():
+        torch.testing.assert_close(gm(IMAGE), model(IMAGE))

@@ -182,3 +182,11 @@ def test_an_index_or_a_size_beside_a_half_is_no_float32_value() -> None:
     assert not reasons(gm)
     with torch.no_grad():
         torch.testing.assert_close(gm(*inputs), model(*inputs), rtol=0, atol=0.05)
+
+
+def test_a_layer_whose_input_is_known_to_be_no_float32_stays() -> None:
+    gm = traced_with_shapes(nn.Sequential(nn.Linear(4, 4)).eval(), (torch.randn(2, 4),), {})
+    x = next(iter(gm.graph.nodes))
+    x.meta["val"] = x.meta["val"].double()
+    rg.ReducePrecision()(gm)
+    assert reasons(gm) == {"0": "the input of 0 is not float32"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 import regraft as rg
 from helpers import Wrap, check_applied, check_refused
+from regraft.testing import assert_refused
 
 X = (torch.randn(3, 40) * 3,)
 R2, RPI = math.sqrt(2), math.sqrt(2 / math.pi)
@@ -92,3 +94,10 @@ def test_refused(name: str) -> None:
 
 def test_constants_that_only_float64_can_tell_apart() -> None:
     check_refused(rg.FuseGelu(), Wrap(TANH["Bloom"]), (X[0].double(),), "trace", "off by")
+
+
+def test_a_division_in_place_is_refused_and_the_reason_says_what_to_do() -> None:
+    gm = torch.fx.symbolic_trace(Wrap(EXACT["x * (1 + erf) / 2"]))
+    gm.graph.find_nodes(op="call_function", target=operator.truediv)[-1].target = operator.itruediv
+    gm.recompile()
+    assert_refused(rg.FuseGelu(), gm, "works in place; use the out-of-place form")
