@@ -105,7 +105,7 @@ def scaled(weight: Tensor, factors: Tensor) -> Tensor:
             weight's.
     """
     result = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    if weight.is_meta or weight.ndim == 0 or weight.numel() <= _BLOCK:
+    if weight.is_meta or weight.numel() <= _BLOCK:
         return result.copy_(weight * factors)
     rows = max(1, _BLOCK * len(weight) // weight.numel())
     buffer = torch.empty((rows, *weight.shape[1:]), dtype=factors.dtype, device=weight.device)

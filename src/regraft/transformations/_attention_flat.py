@@ -91,8 +91,8 @@ def _read(value: Any, weights: Tensor, owner: GraphModule) -> _Scores:
     masks, nodes = list[Mask](), list[Node]()
     while True:
         call = read(value, owner)
-        name = value.name if isinstance(value, Node) else value
-        require(that(call is not None and _leads(value, owner), f"{name!r} is no scores of merged heads, nor a mask"))
+        known = call is not None and _leads(value, owner)
+        require(that(known, f"{value.name!r} is no scores of merged heads, nor a mask"))
         assert call is not None
         nodes.append(call.node)
         if call.operation is RESHAPE:

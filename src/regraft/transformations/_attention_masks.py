@@ -65,7 +65,7 @@ def maskable(masks: list[Mask], query: Tensor, owner: GraphModule) -> str | None
     """The masks can be given to the fused call, and mean the same there."""
     added = [mask for mask in masks if mask.fill is None]
     filled = [mask for mask in masks if mask.fill is not None]
-    if filled and (added or len(masks) > 1) and any(mask.fill != -math.inf for mask in filled):
+    if filled and len(masks) > 1 and any(mask.fill != -math.inf for mask in filled):
         return f"{filled[0].node.name!r} fills in a finite score beside another mask, and a hidden row would differ"
     if filled and added:
         return f"{filled[0].node.name!r} and {added[0].node.name!r} mask in two ways, one filled in and one added"

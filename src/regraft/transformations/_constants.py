@@ -81,7 +81,6 @@ def fold_constant(match: Match, edit: Edit, facts: Facts, limit: int) -> str:
         facts.returned(root),
         *(facts.untouched(node) for node in nodes),
         *(_read_here_alone(facts, weight) for weight in weights.values()),
-        *(facts.repeatable(node) for node in nodes),
     )
 
     derivation = _evaluation(nodes, value)
@@ -116,7 +115,7 @@ def constant_value(node: Node, owner: GraphModule, facts: Facts, limit: int) -> 
     if not all(isinstance(size, int) for size in value.shape):
         return None
     fixed = all(_fixed(owner, weight) for weight in weights)
-    if not fixed or value.numel() > limit or any(facts.untouched(one) or facts.repeatable(one) for one in nodes):
+    if not fixed or value.numel() > limit or any(facts.untouched(one) for one in nodes):
         return None
     if node.op == "get_attr":
         return weights[0].tensor
