@@ -181,7 +181,7 @@ def _permutes_nothing(node: Node, name: str) -> bool:
     value = value_of(node)
     rank = value.ndim if value is not None else None
     given = node.args[1:] if len(node.args) > 2 else (node.args[1] if len(node.args) == 2 else node.kwargs.get("dims"))
-    if not isinstance(given, (list, tuple)) or node.kwargs.keys() - {"dims"}:
+    if not isinstance(given, (list, tuple)):
         return False
     axes = [axis % rank if rank and isinstance(axis, int) else axis for axis in given]
     return axes == list(range(len(axes))) if name == "permute" else len(axes) == 2 and axes[0] == axes[1]
