@@ -170,11 +170,17 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "query written": (_written, "in place"),
     "another axis": (lambda m, q, k, v: torch.softmax(scores(q, k), -2) @ v, "another axis"),
     "unknown between": (lambda m, q, k, v: attend(scores(q, k).tanh() * 5, v), "no scale and no mask"),
+    "unknown between, named": (lambda m, q, k, v: attend(scores(q, k).tanh(), v), "'tanh' lies between"),
+    "no scores": (lambda m, q, k, v: attend(torch.where(m.hidden, -math.inf, 0.0), v), "0.0 lies between"),
     "scale of a weight": (lambda m, q, k, v: attend(scores(q, k) * m.bias[:, :1, :1], v), "something else"),
     "masked, then scaled": (lambda m, q, k, v: attend((scores(q, k) + m.mask) * 0.3, v), "before they are scaled"),
     "mild fill": (lambda m, q, k, v: attend(scores(q, k).masked_fill(m.hidden, -50.0), v), "still has weight"),
     "fill and mask": (
         lambda m, q, k, v: attend(scores(q, k).masked_fill(m.hidden, -1e9) + m.mask, v),
+        "beside another",
+    ),
+    "two finite fills": (
+        lambda m, q, k, v: attend(scores(q, k).masked_fill(m.hidden, -1e9).masked_fill(m.causal, -1e9), v),
         "beside another",
     ),
     "infinite fill and mask": (
@@ -188,6 +194,11 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "broadcast mask": (lambda m, q, k, v: attend(scores(q[:1], k[:1]) + m.mask, v), "another shape"),
     "shared key": (lambda m, q, k, v: attend(scores(q, k[:, :1]), v), "not of the same batches"),
     "number added": (lambda m, q, k, v: attend(scores(q, k) + 2, v), "no mask"),
+    "multiple of a mask": (lambda m, q, k, v: attend(torch.add(scores(q, k), m.bias, alpha=2), v), "adds a multiple"),
+    "mask of another dtype": (
+        lambda m, q, k, v: attend((scores(q, k) + m.bias.double()).float(), v),
+        "is not of torch.float32",
+    ),
     "lowered": (lambda m, q, k, v: F.softmax(scores(q, k), -1, dtype=torch.float64).float() @ v, "float64"),
 }
 

@@ -28,6 +28,7 @@ class Three(nn.Module):
         self.inner = Wrap(function, **parts)
         self.inner.register_buffer("known", torch.ones(L, L, dtype=torch.bool).tril(), persistent=False)
         self.inner.register_buffer("uneven", torch.tensor([2, 4]))
+        self.inner.register_buffer("turns", torch.randn(H // G, 1, 1))
         self.inner.register_buffer("saved", torch.ones(L, L, dtype=torch.bool).tril())
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -110,6 +111,10 @@ def _unevenly(m: Any, k: Tensor) -> Tensor:
     return torch.repeat_interleave(k, m.uneven, 1, output_size=H)
 
 
+def _scaled_turns(m: Any, k: Tensor) -> Tensor:
+    return (k[:, :, None] * m.turns).reshape(B, H, L, D)
+
+
 def _wrong_axis(k: Tensor) -> Tensor:
     return k[:, None].expand(B, H // G, G, L, D).reshape(B, H, L, D)
 
@@ -131,6 +136,7 @@ WHOLE: dict[str, Callable[..., Any]] = {
     "another order": lambda m, q, k, v: written(q, _wrong_axis(k), _wrong_axis(v)),
     "the keys alone": lambda m, q, k, v: written(q, expanded(k), torch.cat([v, v, v], 1)),
     "unevenly": lambda m, q, k, v: written(q, _unevenly(m, k), _unevenly(m, v)),
+    "each turn times its own number": lambda m, q, k, v: written(q, _scaled_turns(m, k), _scaled_turns(m, v)),
     "along the length": lambda m, q, k, v: written(q[:, :G], k.repeat_interleave(2, 2), v.repeat_interleave(2, 2)),
 }
 

@@ -121,6 +121,10 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         lambda m, q, k, v: attend((torch.bmm(merged(q), merged(k).transpose(1, 2)) + m.bias).view(B, H, L, S), v),
         "masked already",
     ),
+    "another axis": (
+        lambda m, q, k, v: torch.bmm(torch.softmax(plain(q, k), 2).view(B * H, L, S), merged(v)),
+        "another axis than the last",
+    ),
     "other heads": (_other_heads, "merging the heads"),
     "other rows": (
         lambda m, q, k, v: torch.bmm(
@@ -133,6 +137,22 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         lambda m, q, k, v: torch.bmm(torch.softmax(plain(q, k), -1).view(B * H, L, S), merged(v) * 2),
         "merging the heads",
     ),
+    "joined again": (
+        lambda m, q, k, v: torch.matmul(
+            torch.softmax(plain(q, k), -1).view(B * H, L, S).view(1, B * H * L, S), merged(v)
+        ),
+        "reshapes the weights",
+    ),
+    "joined into one": (
+        lambda m, q, k, v: torch.matmul(torch.softmax(plain(q, k), -1).view(1, B * H * L, S), merged(v)),
+        "and not by merging",
+    ),
+    "mask of more batches": (lambda m, q, k, v: attend(plain(q[:1], k[:1]) + m.mask, v), "parts other heads"),
+    "lowered": (
+        lambda m, q, k, v: torch.bmm(F.softmax(plain(q, k), -1, dtype=torch.float64).float().view(-1, L, S), merged(v)),
+        "float64",
+    ),
+    "unknown between": (lambda m, q, k, v: attend(plain(q, k).tanh(), v), "'tanh' is no scores"),
     "two reshapes": (
         lambda m, q, k, v: torch.bmm(torch.softmax(plain(q, k), -1).view(B, H * L, S).view(B * H, L, S), merged(v)),
         "reshapes the weights",
@@ -149,6 +169,12 @@ def test_refused(name: str) -> None:
 def test_a_bias_in_float16_is_refused() -> None:
     inputs = (Q.half(), K.half(), V.half())
     check_refused(rg.FuseAttention(), Three(FORMS["bias"]).half(), inputs, "trace", "float16")
+
+
+def test_a_mask_that_hides_in_float16_is_refused() -> None:
+    inputs = (Q.half(), K.half(), V.half())
+    model = Three(FORMS["no bias, mask"]).half()
+    check_refused(rg.FuseAttention(), model, inputs, "trace", "float16 rounds away the scores")
 
 
 def test_bloom_at_any_size_and_with_padding() -> None:
