@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import regraft as rg
 from helpers import Wrap
+from regraft.core.query import Facts
 from regraft.core.vocabulary import read
 from regraft.testing import assert_refused
 from regraft.testing.parts import traced_with_shapes
@@ -67,7 +68,11 @@ def test_numbers_that_a_graph_makes() -> None:
         gm.graph.call_function(function, arguments)
         for function, arguments in [(torch.full, ([], 0.3)), (torch.zeros, ([],)), (torch.ones, ([],))]
     )
-    assert [constant(node, gm) for node in (full, zeros, ones)] == [0.3, 0.0, None]
+    named = gm.graph.call_function(torch.full, ([],), {"fill_value": 0.4})
+    sized = gm.graph.call_function(torch.full, (), {"size": [], "fill_value": 0.4})
+    facts = Facts(gm)
+    assert [constant(node, facts) for node in (full, zeros, ones)] == [0.3, 0.0, None]
+    assert [constant(node, facts) for node in (named, sized)] == [0.4, None]
 
 
 def test_a_buffer_is_a_number_only_where_no_checkpoint_replaces_it() -> None:
@@ -76,7 +81,7 @@ def test_a_buffer_is_a_number_only_where_no_checkpoint_replaces_it() -> None:
     gm = rg.symbolic_trace(Wrap(lambda m, x: (x, m.fixed, m.saved, m.two, m.meta), **parts))
     gm._non_persistent_buffers_set.update({"fixed", "two", "meta"})
     (values,) = gm.graph.output_node().args
-    assert [constant(value, gm) for value in values] == [None, 2.0, None, None, None]
+    assert [constant(value, Facts(gm)) for value in values] == [None, 2.0, None, None, None]
 
 
 def test_a_sum_of_what_are_no_scores_is_said_plainly() -> None:
@@ -88,13 +93,13 @@ def test_a_sum_of_what_are_no_scores_is_said_plainly() -> None:
 def test_bounds_of_masks() -> None:
     gm = torch.fx.symbolic_trace(Attention(lambda m, q, k: q @ k.mT + m.bias))
     (bias,) = (node for node in gm.graph.nodes if node.op == "get_attr")
-    assert largest(bias, gm) == pytest.approx(float(gm.bias.max()))
-    assert largest(-0.5, gm) == 0.5
-    assert largest(bias, gm, 0) == math.inf
-    assert largest(None, gm) == math.inf
+    assert largest(bias, Facts(gm)) == pytest.approx(float(gm.bias.max()))
+    assert largest(-0.5, Facts(gm)) == 0.5
+    assert largest(bias, Facts(gm), 0) == math.inf
+    assert largest(None, Facts(gm)) == math.inf
     for bad in (torch.tensor([0.0, math.nan]), torch.empty(0), torch.empty(5, device="meta")):
         gm.bias = bad
-        assert largest(bias, gm) == math.inf
+        assert largest(bias, Facts(gm)) == math.inf
 
 
 def test_no_row_is_lost_to_masks_that_cannot_overflow() -> None:
@@ -140,10 +145,10 @@ def test_bounds_of_masks_behind_views_and_choices() -> None:
 
     gm = torch.fx.symbolic_trace(Wrap(forward, table=table, small=small, large=large))
     (found,) = gm.graph.output_node().args
-    most = float(table.weight.detach().abs().max())
-    assert [largest(node, gm) for node in found] == [most, most, most, 3.0, most + 3.0, 7.0, math.inf]
-    assert [largest(node, gm, 1) for node in found] == [most, *(math.inf,) * 6]
-    assert [largest(node, gm, 2) for node in found] == [largest(node, gm) for node in found]
+    most, facts = float(table.weight.detach().abs().max()), Facts(gm)
+    assert [largest(node, facts) for node in found] == [most, most, most, 3.0, most + 3.0, 7.0, math.inf]
+    assert [largest(node, facts, 1) for node in found] == [most, *(math.inf,) * 6]
+    assert [largest(node, facts, 2) for node in found] == [largest(node, facts) for node in found]
 
 
 @pytest.mark.parametrize(("lowest", "applied"), [(-50.0, 1), (-65504.0, 0), (-math.inf, 0)])

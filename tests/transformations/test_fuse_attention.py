@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -47,6 +48,7 @@ FORMS: dict[str, Callable[..., Any]] = {
     "plain": lambda m, q, k, v: attend(scores(q, k), v),
     "times a scale": lambda m, q, k, v: attend(scores(q, k) * 0.3, v),
     "scale first": lambda m, q, k, v: attend(0.3 * scores(q, k), v),
+    "times a number in a buffer": lambda m, q, k, v: attend(scores(q, k) * m.scale, v),
     "divided": lambda m, q, k, v: attend(scores(q, k) / math.sqrt(D), v),
     "scaled query": lambda m, q, k, v: attend(scores(q * 0.3, k), v),
     "scaled query and scores": lambda m, q, k, v: attend(scores(q / 2, k) * 3, v),
@@ -93,7 +95,9 @@ def model_of(function: Callable[..., Any]) -> nn.Module:
     mask[HIDDEN] = LOWEST
     causal = torch.ones(L, S, dtype=torch.bool).triu(1)
     parts = {"mask": mask, "bias": torch.randn(H, L, S), "hidden": HIDDEN, "causal": causal}
-    return Three(function, softmax=nn.Softmax(-1), **parts).eval()
+    model = Three(function, softmax=nn.Softmax(-1), **parts).eval()
+    model.inner.register_buffer("scale", torch.tensor(0.3), persistent=False)
+    return model
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -126,6 +130,25 @@ def test_a_row_that_sees_nothing_stays_nan_or_uniform() -> None:
         gm = rg.FuseAttention()(rg.trace(model, (Q, K, V)))
         assert rg.history(gm)[-1].applied
         torch.testing.assert_close(gm(Q, K, V)[0, :, 1], expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("when", ["before, through a view", "after"])
+def test_of_a_mask_that_is_written_it_is_not_taken_that_it_hides_no_row(when: str) -> None:
+    def function(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = m.bias if when == "after" else m.bias + 0
+        if when != "after":
+            mask[0].fill_(-math.inf)
+        result = attend(scores(q, k) + mask, v)
+        m.bias.fill_(-math.inf)
+        return result
+
+    model = model_of(function)
+    gm = rg.FuseAttention()(rg.trace(model, (Q, K, V)))
+    assert rg.history(gm)[-1].applied
+    twin = copy.deepcopy(model)
+    for _ in range(2):
+        torch.testing.assert_close(gm(Q, K, V), twin(Q, K, V), equal_nan=True)
+    assert twin(Q, K, V).isnan().all()
 
 
 def test_other_sizes() -> None:
@@ -165,7 +188,22 @@ def _written(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
     return attend(product, v) + q.sum()
 
 
+def _written_before_its_scaled_form_is_read(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    q = q + 0
+    small = q * 0.3
+    q.add_(1)
+    return attend(scores(small, k), v)
+
+
+def _scale_written(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    result = attend(scores(q, k) * m.scale, v)
+    m.scale.add_(1)
+    return result
+
+
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "query written after it was scaled": (_written_before_its_scaled_form_is_read, "in place between 'mul' and"),
+    "scale written": (_scale_written, "something else than a number"),
     "weights returned": (_weights_returned, "also used by"),
     "query written": (_written, "in place"),
     "another axis": (lambda m, q, k, v: torch.softmax(scores(q, k), -2) @ v, "another axis"),

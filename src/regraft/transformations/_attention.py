@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from regraft.core.query import require, that
+from regraft.core.query import Facts, require, that
 from regraft.core.tree import TreeMatch
 from regraft.core.values import same_shape, value_of
 from regraft.core.vocabulary import (
@@ -52,7 +52,7 @@ class Scores:
     nodes: list[Node] = field(default_factory=list)
 
 
-def read_scores(value: Any, owner: GraphModule) -> Scores:
+def read_scores(value: Any, owner: GraphModule, facts: Facts) -> Scores:
     """The scores that `value` is, or a refusal that names what is not understood."""
     scale, masks, nodes = 1.0, list[Mask](), list[Node]()
     while True:
@@ -67,17 +67,17 @@ def read_scores(value: Any, owner: GraphModule) -> Scores:
         if call.operation is CAST:
             value = call["input"]
         elif call.operation in (MULTIPLY, DIVIDE):
-            value, factor = scaled(call)
+            value, factor = scaled(call, facts)
             scale *= factor
         else:
             require(that(scale == 1, f"{call.where} masks the scores before they are scaled by {scale}"))
-            value, mask = _masked(call)
+            value, mask = _masked(call, facts)
             masks.append(mask)
 
 
-def scaled(call: Call) -> tuple[Any, float]:
+def scaled(call: Call, facts: Facts) -> tuple[Any, float]:
     """What a multiplication or division by a number scales, and by how much."""
-    left, right = constant(call["input"], call.owner), constant(call["other"], call.owner)
+    left, right = constant(call["input"], facts), constant(call["other"], facts)
     if call.operation is MULTIPLY and left is not None:
         return call["other"], left
     require(that(right not in (None, 0), f"{call.where} scales by something else than a number"))
@@ -85,7 +85,7 @@ def scaled(call: Call) -> tuple[Any, float]:
     return call["input"], right if call.operation is MULTIPLY else 1 / right
 
 
-def _masked(call: Call) -> tuple[Any, Mask]:
+def _masked(call: Call, facts: Facts) -> tuple[Any, Mask]:
     if call.operation is ADD:
         require(that(call["alpha"] in (None, 1), f"{call.where} adds a multiple of the mask"))
         left, right = call["input"], call["other"]
@@ -94,14 +94,14 @@ def _masked(call: Call) -> tuple[Any, Mask]:
         require(that(isinstance(mask, Node), f"{call.where} adds the number {mask}, and no mask"))
         return scores, Mask(mask)
     if call.operation is MASKED_FILL:
-        return call["input"], Mask(call["mask"], _fill(call, call["value"]))
+        return call["input"], Mask(call["mask"], _fill(call, call["value"], facts))
     keeps = _leads_to_product(call["input"], call.owner)
     scores, fill = (call["input"], call["other"]) if keeps else (call["other"], call["input"])
-    return scores, Mask(call["condition"], _fill(call, fill), keeps)
+    return scores, Mask(call["condition"], _fill(call, fill, facts), keeps)
 
 
-def _fill(call: Call, value: Any) -> float:
-    number = constant(value, call.owner)
+def _fill(call: Call, value: Any, facts: Facts) -> float:
+    number = constant(value, facts)
     require(that(number is not None, f"{call.where} fills the scores with something else than a number"))
     assert number is not None
     hides = number <= _HIDDEN
@@ -118,34 +118,32 @@ def _leads_to_product(value: Any, owner: GraphModule, depth: int = _DEEPEST) -> 
     return False
 
 
-def constant(value: Any, owner: GraphModule) -> float | None:
-    """The number that a value is, where it is one for certain."""
+def constant(value: Any, facts: Facts) -> float | None:
+    """The number that a value is, where it is one for certain, and stays it."""
     if isinstance(value, (int, float)):
         return float(value)
-    if (
-        isinstance(value, Node)
-        and value.target in (torch.full, torch.zeros)
-        and value.args[0] in ([], (), torch.Size())
-    ):
-        given = value.args[1] if value.target is torch.full else 0.0
+    if not isinstance(value, Node) or facts.untouched(value) is not None:
+        return None
+    if value.target in (torch.full, torch.zeros) and value.args[:1] in (([],), ((),)):
+        given = (*value.args, value.kwargs.get("fill_value"))[1] if value.target is torch.full else 0.0
         return float(given) if isinstance(given, (int, float)) else None
-    if isinstance(value, Node) and value.op == "get_attr":
-        path, _, leaf = str(value.target).rpartition(".")
+    if value.op == "get_attr":
+        (path, _, leaf), owner = str(value.target).rpartition("."), facts.owner(value)
         tensor, parent = attribute(owner, str(value.target)), owner.get_submodule(path)
         fixed = isinstance(tensor, Tensor) and leaf in parent._non_persistent_buffers_set
         return float(tensor) if fixed and tensor.numel() == 1 and not tensor.is_meta else None
     return None
 
 
-def unscaled(query: Node, scale: float, match: TreeMatch) -> tuple[Node, float, list[Node]]:
+def unscaled(query: Node, scale: float, match: TreeMatch, facts: Facts) -> tuple[Node, float, list[Node]]:
     """The query without a scale of its own, which joins that of the scores."""
     call = read(query, match.owner)
     if call is None or call.operation not in (MULTIPLY, DIVIDE) or len(query.users) > 1:
         return query, scale, []
-    operands = [constant(call[name], match.owner) for name in ("input", "other")]
+    operands = [constant(call[name], facts) for name in ("input", "other")]
     if operands == [None, None] or (call.operation is DIVIDE and not operands[1]):
         return query, scale, []
-    inner, factor = scaled(call)
+    inner, factor = scaled(call, facts)
     return inner, scale * factor, [query]
 
 

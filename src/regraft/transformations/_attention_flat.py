@@ -49,7 +49,7 @@ def fuse_merged(match: TreeMatch, edit: Edit, facts: Facts) -> str:
     refusal = f"{merging.where} reshapes the weights"
     require(that(weights is not None and weights.ndim == 4 and not more, refusal))
     assert weights is not None
-    scores = _read(match.values["scores"], weights, owner)
+    scores = _read(match.values["scores"], weights, owner, facts)
     flat = scores.query, scores.key, match.values["value"]
     operands = [node for value in flat if (node := _before_merging(value, weights, owner)) is not None]
     sizes = value_of(merging.node)
@@ -64,7 +64,7 @@ def fuse_merged(match: TreeMatch, edit: Edit, facts: Facts) -> str:
         along_last(softmax, match.values["dim"]),
         facts.closed(inner, result),
         precise(operands, [*inner, result]),
-        maskable(scores.masks, query, owner),
+        maskable(scores.masks, query, facts),
         _addable(scores, query, weights),
         *(facts.unchanged(node, first, result) for node in read_too),
     )
@@ -73,7 +73,7 @@ def fuse_merged(match: TreeMatch, edit: Edit, facts: Facts) -> str:
     if scores.bias is not None:
         heads = (-1, weights.shape[1])
         masks = [Mask(edit.insert(result, torch.unflatten, scores.bias, 0, heads)), *masks]
-    mask, lost = one_mask(masks, query, edit, result, owner)
+    mask, lost = one_mask(masks, query, edit, result, facts)
     keywords = {"scale": scores.scale} if mask is None else {"attn_mask": mask, "scale": scores.scale}
     value = edit.insert(result, F.scaled_dot_product_attention, *operands, name="attention", **keywords)
     if lost is not None:
@@ -86,7 +86,7 @@ def fuse_merged(match: TreeMatch, edit: Edit, facts: Facts) -> str:
     return f"fused attention of merged heads, scale {scores.scale:.6g}, masks: {len(masks)}"
 
 
-def _read(value: Any, weights: Tensor, owner: GraphModule) -> _Scores:
+def _read(value: Any, weights: Tensor, owner: GraphModule, facts: Facts) -> _Scores:
     """The scores that `value` is, or a refusal that names what is not understood."""
     masks, nodes = list[Mask](), list[Node]()
     while True:
@@ -112,7 +112,7 @@ def _read(value: Any, weights: Tensor, owner: GraphModule) -> _Scores:
         found = _Scores(product["input"], product["other"], float(scale), bias)
         product_node, more = product.node, [product.node]
     else:
-        inner = read_scores(call.input, owner)
+        inner = read_scores(call.input, owner, facts)
         require(that(not inner.masks, f"{call.where} parts heads that are masked already"))
         found = _Scores(inner.product["input"], inner.product["other"], inner.scale)
         product_node, more = inner.product.node, inner.nodes

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from regraft.core.edit import Edit
-from regraft.core.query import that
+from regraft.core.query import Facts, that
 from regraft.core.values import value_of
 from regraft.core.vocabulary import (
     ADD,
@@ -22,37 +22,41 @@ from regraft.core.vocabulary import (
     TRANSPOSE,
     UNSQUEEZE,
     WHERE,
+    Operation,
     attribute,
     read,
 )
 from regraft.transformations._attention import Mask, constant
 
-_VIEWS = (RESHAPE, EXPAND, UNSQUEEZE, TRANSPOSE, PERMUTE)
+_BOUNDED_BY: dict[Operation, tuple[str, ...]] = {
+    ADD: ("input", "other"),
+    WHERE: ("input", "other"),
+    MASKED_FILL: ("input", "value"),
+    EMBEDDING: ("weight",),
+    **dict.fromkeys((RESHAPE, EXPAND, UNSQUEEZE, TRANSPOSE, PERMUTE), ("input",)),
+}
 _DEEPEST = 12
 _NO_MASK = 1e3
 """Below this a bias is a bias; a score hidden by it would still have weight."""
 
 
-def largest(value: Any, owner: GraphModule, depth: int = _DEEPEST) -> float:
+def largest(value: Any, facts: Facts, depth: int = _DEEPEST) -> float:
     """A bound of the magnitude of every element; infinity where there is none for certain."""
-    number = constant(value, owner)
-    if number is not None or not depth or not isinstance(value, Node):
-        return abs(number) if number is not None else math.inf
+    number = constant(value, facts)
+    if number is not None or isinstance(value, Tensor):
+        return abs(number) if number is not None else _largest_of(value)
+    if not depth or not isinstance(value, Node) or facts.untouched(value) is not None:
+        return math.inf
+    owner = facts.owner(value)
     if value.op == "get_attr":
         return _largest_of(attribute(owner, str(value.target)))
     if value.target is torch.unflatten:
-        return largest(value.args[0], owner, depth - 1)
+        return largest(value.args[0], facts, depth - 1)
     call = read(value, owner)
     if call is None:
         return math.inf
-    if call.operation is EMBEDDING:
-        weight = call.weight("weight")
-        return _largest_of(weight.tensor) if weight is not None else math.inf
-    if call.operation in _VIEWS:
-        return largest(call["input"], owner, depth - 1)
-    parts = {ADD: ("input", "other"), WHERE: ("input", "other"), MASKED_FILL: ("input", "value")}
-    bounds = [largest(call[name], owner, depth - 1) for name in parts.get(call.operation, ())]
-    return (sum(bounds) if call.operation is ADD else max(bounds)) if bounds else math.inf
+    bounds = [largest(call[name], facts, depth - 1) for name in _BOUNDED_BY.get(call.operation, ())]
+    return sum(bounds) if call.operation is ADD else max(bounds, default=math.inf)
 
 
 def _largest_of(tensor: Any) -> float:
@@ -61,7 +65,7 @@ def _largest_of(tensor: Any) -> float:
     return float(tensor.detach().abs().max()) if tensor.isfinite().all() else math.inf
 
 
-def maskable(masks: list[Mask], query: Tensor, owner: GraphModule) -> str | None:
+def maskable(masks: list[Mask], query: Tensor, facts: Facts) -> str | None:
     """The masks can be given to the fused call, and mean the same there."""
     added = [mask for mask in masks if mask.fill is None]
     filled = [mask for mask in masks if mask.fill is not None]
@@ -76,12 +80,12 @@ def maskable(masks: list[Mask], query: Tensor, owner: GraphModule) -> str | None
             return f"the mask {mask.node.name!r} is not of {wanted}, or has more axes than the scores"
     # in float16 a finite mask swallows the scores of a row that is hidden whole, and in the fused float32 it does not
     finite = any(mask.fill != -math.inf for mask in filled)
-    finite |= sum(largest(mask.node, owner) for mask in added) > _NO_MASK
+    finite |= sum(largest(mask.node, facts) for mask in added) > _NO_MASK
     half = query.dtype is torch.float16 and finite
     return that(not half, "float16 rounds away the scores of a row that a finite mask hides; the fused call does not")
 
 
-def one_mask(masks: list[Mask], like: Tensor, edit: Edit, before: Node, owner: GraphModule) -> tuple[Any, Any]:
+def one_mask(masks: list[Mask], like: Tensor, edit: Edit, before: Node, facts: Facts) -> tuple[Any, Any]:
     """One mask for all of them, and which rows it hides whole, where the model has NaN there."""
     if not masks:
         return None, None
@@ -89,7 +93,7 @@ def one_mask(masks: list[Mask], like: Tensor, edit: Edit, before: Node, owner: G
         added = masks[0].node
         for mask in masks[1:]:
             added = edit.insert(before, torch.add, added, mask.node)
-        bound = sum(largest(mask.node, owner) for mask in masks)
+        bound = sum(largest(mask.node, facts) for mask in masks)
         if bound <= torch.finfo(like.dtype).max * (1 + torch.finfo(like.dtype).eps / 4):
             return added, None
         return added, edit.insert(before, torch.all, edit.insert(before, torch.eq, added, -math.inf), -1, True)

@@ -52,10 +52,10 @@ class FuseAttention(Rewrite):
         require(*(facts.evaluating(call) for call in on_the_way if call.operation is DROPOUT))
         if any(call.operation is RESHAPE for call in on_the_way):
             return fuse_merged(match, edit, facts)
-        scores = read_scores(match.values["scores"], match.owner)
+        scores = read_scores(match.values["scores"], match.owner, facts)
         inner = sorted({*match.inner, *scores.nodes})
         key, value, masks = scores.product["other"], match.values["value"], [mask.node for mask in scores.masks]
-        query, scale, above = unscaled(scores.product["input"], scores.scale, match)
+        query, scale, above = unscaled(scores.product["input"], scores.scale, match, facts)
         shapes = tuple(value_of(node) for node in (query, key, value))
         q, k, v = shapes
         require(that(None not in shapes, f"the shapes around {result.name!r} are not known; capture with rg.trace"))
@@ -68,8 +68,9 @@ class FuseAttention(Rewrite):
             facts.closed(inner, result),
             precise([query, key, value], [*inner, result]),
             fits(q, k, v, scores, softmax),
-            maskable(scores.masks, q, match.owner),
-            *(facts.unchanged(node, min(inner), result) for node in (query, key, value, *masks)),
+            maskable(scores.masks, q, facts),
+            facts.unchanged(query, min([*inner, *above]), result),
+            *(facts.unchanged(node, min(inner), result) for node in (key, value, *masks)),
         )
 
         transposed = read(key, match.owner)
@@ -80,7 +81,7 @@ class FuseAttention(Rewrite):
             pair = None
         causal = is_causal(scores.masks, scale, query, value, match.owner, facts)
         operands = [query, *(pair or (straight or edit.insert(result, torch.transpose, key, -2, -1), value))]
-        mask, lost = one_mask(scores.masks if not causal else [], q, edit, result, match.owner)
+        mask, lost = one_mask(scores.masks if not causal else [], q, edit, result, facts)
         if q.ndim == 3:  # the fast kernels take four axes
             operands = [edit.insert(result, torch.unsqueeze, operand, 0) for operand in operands]
         given = {"attn_mask": mask, "is_causal": causal or None, "scale": scale, "enable_gqa": pair and True}
