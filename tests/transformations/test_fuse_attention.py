@@ -195,6 +195,13 @@ def _written_before_its_scaled_form_is_read(m: Any, q: Tensor, k: Tensor, v: Ten
     return attend(scores(small, k), v)
 
 
+def _masked_often(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    found = scores(q, k)
+    for _ in range(13):
+        found = found + m.bias
+    return attend(found, v)
+
+
 def _scale_written(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
     result = attend(scores(q, k) * m.scale, v)
     m.scale.add_(1)
@@ -203,6 +210,7 @@ def _scale_written(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
 
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "query written after it was scaled": (_written_before_its_scaled_form_is_read, "in place between 'mul' and"),
+    "masked too often": (_masked_often, "neither of them scores"),
     "scale written": (_scale_written, "something else than a number"),
     "weights returned": (_weights_returned, "also used by"),
     "query written": (_written, "in place"),

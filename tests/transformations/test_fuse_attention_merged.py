@@ -103,7 +103,20 @@ def _other_heads(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
     return torch.bmm(weights, merged(v))
 
 
+def _masked_often(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    found = plain(q, k)
+    for _ in range(13):
+        found = found + m.mask
+    return attend(found, v)
+
+
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "masked too often": (_masked_often, "is no scores of merged heads"),
+    "multiple of a mask": (
+        lambda m, q, k, v: attend(torch.add(plain(q, k), m.mask, alpha=2), v),
+        "adds a multiple of a mask, or a number",
+    ),
+    "number added": (lambda m, q, k, v: attend(plain(q, k) + 2, v), "adds a multiple of a mask, or a number"),
     "read elsewhere": (_read_elsewhere, "also used by"),
     "written": (_written, "in place"),
     "mask written": (_mask_written, "in place"),
