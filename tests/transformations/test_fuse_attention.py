@@ -188,6 +188,20 @@ def _written(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
     return attend(product, v) + q.sum()
 
 
+def _key_written(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    k = k + 0
+    product = scores(q, k)
+    k.add_(1)
+    return attend(product, v) + k.sum()
+
+
+def _mask_written(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    mask = m.bias + 0
+    masked = scores(q, k) + mask
+    mask.add_(1)
+    return attend(masked, v) + mask.sum()
+
+
 def _written_before_its_scaled_form_is_read(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
     q = q + 0
     small = q * 0.3
@@ -209,6 +223,8 @@ def _scale_written(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "key written": (_key_written, "changes 'transpose' in place"),
+    "mask written": (_mask_written, "in place between"),
     "query written after it was scaled": (_written_before_its_scaled_form_is_read, "in place between 'mul' and"),
     "masked too often": (_masked_often, "neither of them scores"),
     "scale written": (_scale_written, "something else than a number"),

@@ -81,6 +81,10 @@ KEPT: dict[str, Callable[[Any, Any], Any]] = {
     "rows in another order": lambda m, x: x[[2, 1, 0]] * 2,
     "a pad that shifts": lambda m, x: F.pad(x, (1, -1)) * 2,
     "contiguous before view": lambda m, x: (x * 2).t().contiguous().view(2, 6),
+    "contiguous before a sum and a view of it": lambda m, x: ((x * 2).t().contiguous() + 1).view(2, 6),
+    "contiguous in another format": lambda m, x: (
+        x.view(1, 3, 2, 2).contiguous().contiguous(memory_format=torch.channels_last) * 2
+    ),
     "an unsqueeze": lambda m, x: x.unsqueeze(0) * 2,
     "a dead random number": lambda m, x: (torch.rand_like(x), x * 2)[1],
     "a dropout in training": lambda m, x: F.dropout(x, 0.5, True),

@@ -108,7 +108,7 @@ def _key(value: Any, leader: Callable[[Node], Node]) -> Hashable:
 def unchanged_value(node: Node, owner: GraphModule) -> Node | None:
     """The argument of which `node` is only another name or a copy; None where it computes something."""
     source = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
-    if not isinstance(source, Node) or node.op not in ("call_function", "call_method", "call_module"):
+    if not isinstance(source, Node):
         return None
     call = read(node, owner)
     if call is not None and call.operation in (IDENTITY, DROPOUT):
