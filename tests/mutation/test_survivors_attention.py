@@ -20,6 +20,7 @@ from regraft.testing.parts import traced_with_shapes
 from regraft.transformations._attention import constant, untransposed
 from regraft.transformations._attention_calls import repeated
 from regraft.transformations._attention_masks import largest
+from regraft.transformations._constants import constant_value
 
 
 class Attention(nn.Module):
@@ -218,6 +219,16 @@ def test_how_often_heads_are_repeated() -> None:
     assert repeated(node, gm) == (source, 2)
 
 
+@pytest.mark.parametrize("forgotten", [None, "x", "expand", "reshape"])
+def test_a_repetition_is_known_by_its_shapes(forgotten: str | None) -> None:
+    wide = Wrap(lambda m, k: k.unsqueeze(2).expand(1, 3, 2, 5, 4).reshape(1, 6, 5, 4))
+    gm = traced_with_shapes(wide, (torch.randn(1, 3, 5, 4),), {})
+    nodes = {node.name: node for node in gm.graph.nodes}
+    if forgotten is not None:
+        del nodes[forgotten].meta["val"]
+    assert repeated(nodes["reshape"], gm) == ((nodes["x"], 2) if forgotten is None else None)
+
+
 def test_one_query_for_all_heads_keeps_the_repetition() -> None:
     gm = of_three(lambda m, q, k, v: FUSED(q, twice(k), twice(v)), torch.randn(2, 1, 5, 4), torch.randn(2, 3, 5, 4))
     assert_refused(rg.FuseAttention(), gm, match="another number of heads than the repeated keys")
@@ -258,3 +269,16 @@ def test_a_causal_mask_that_the_graph_writes_is_not_known() -> None:
     x = torch.randn(2, 3, 5, 4)
     gm = of_three(forward, x, x, earlier=torch.ones(5, 5, dtype=torch.bool).tril())
     assert_refused(rg.FuseAttention(), gm, match="not known to be causal")
+
+
+def test_a_constant_is_known_by_its_weights_or_its_shape() -> None:
+    earlier = torch.ones(5, 5, dtype=torch.bool).tril()
+    gm = rg.symbolic_trace(Wrap(lambda m, x: (m.earlier, m.earlier.logical_not(), x), earlier=earlier))
+    gm._non_persistent_buffers_set.add("earlier")
+    (values,) = gm.graph.output_node().args
+    found = [constant_value(value, gm, Facts(gm), 25) for value in values]
+    assert found[0] is gm.earlier
+    assert found[1:] == [None, None]
+    assert constant_value(values[0], gm, Facts(gm), 24) is None
+    values[1].meta["val"] = torch.empty(5, 5, dtype=torch.bool)
+    assert torch.equal(constant_value(values[1], gm, Facts(gm), 25), ~earlier)

@@ -81,6 +81,12 @@ FORMS: dict[str, Callable[..., Any]] = {
         scores(q, k[:, :1, None].expand(B, 1, H, S, D).reshape(B, H, S, D)),
         v[:, :1, None].expand(B, 1, H, S, D).reshape(B, H, S, D),
     ),
+    "key and value viewed": lambda m, q, k, v: attend(
+        scores(q, k.flatten(2).view(B, H, S, D)), (v + 1).flatten(2).view(B, H, S, D)
+    ),
+    "key and value viewed as they were added": lambda m, q, k, v: attend(
+        scores(q, (k + 1).view(B, H, S, D)), (v + 1).view(B, H, S, D)
+    ),
     "three axes": lambda m, q, k, v: attend(
         torch.bmm(q.reshape(B * H, L, D), k.reshape(B * H, S, D).transpose(1, 2)) * 0.3, v.reshape(B * H, S, D)
     ),
@@ -236,6 +242,10 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "no scores": (lambda m, q, k, v: attend(torch.where(m.hidden, -math.inf, 0.0), v), "0.0 lies between"),
     "scale of a weight": (lambda m, q, k, v: attend(scores(q, k) * m.bias[:, :1, :1], v), "something else"),
     "masked, then scaled": (lambda m, q, k, v: attend((scores(q, k) + m.mask) * 0.3, v), "before they are scaled"),
+    "fill with a value": (
+        lambda m, q, k, v: attend(torch.where(m.hidden, m.mask, scores(q, k)), v),
+        "fills the scores with something else than a number",
+    ),
     "mild fill": (lambda m, q, k, v: attend(scores(q, k).masked_fill(m.hidden, -50.0), v), "still has weight"),
     "fill and mask": (
         lambda m, q, k, v: attend(scores(q, k).masked_fill(m.hidden, -1e9) + m.mask, v),

@@ -111,6 +111,16 @@ def _masked_often(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "one bias for all heads": (
+        lambda m, q, k, v: attend(torch.baddbmm(m.mask[0], merged(q), merged(k).transpose(1, 2)).view(B, H, L, S), v),
+        "no bias of each head",
+    ),
+    "a bias of two axes": (
+        lambda m, q, k, v: attend(
+            torch.baddbmm(m.mask[0, 0], merged(q), merged(k).transpose(1, 2)).view(B, H, L, S), v
+        ),
+        "no bias of each head",
+    ),
     "masked too often": (_masked_often, "is no scores of merged heads"),
     "multiple of a mask": (
         lambda m, q, k, v: attend(torch.add(plain(q, k), m.mask, alpha=2), v),

@@ -123,11 +123,11 @@ def _expanded(reshape: Call) -> Node | None:
     """The value of four axes that got a fifth behind its heads, along which it was expanded before it was reshaped."""
     expand = read(reshape.input, reshape.owner)
     added = read(expand["input"], expand.owner) if expand is not None and expand.operation is EXPAND else None
-    if expand is None or added is None or added.operation not in (UNSQUEEZE, INDEX):
+    if expand is None or added is None or not _adds_third_axis(added):
         return None
     source, wide = added["input"], value_of(expand.node)
     before = value_of(source)
-    if before is None or wide is None or not _adds_third_axis(added):
+    if before is None or wide is None:
         return None
     return source if same_shape([*wide.shape[:2], *wide.shape[3:]], before.shape) else None
 
@@ -135,7 +135,7 @@ def _expanded(reshape: Call) -> Node | None:
 def _adds_third_axis(call: Call) -> bool:
     if call.operation is UNSQUEEZE:
         return call["dim"] in (2, -3)
-    index = call["index"]
+    index = call["index"] if call.operation is INDEX else None
     whole = slice(None)
     return isinstance(index, tuple) and index[:3] == (whole, whole, None) and all(one == whole for one in index[3:])
 

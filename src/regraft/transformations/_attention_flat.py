@@ -150,8 +150,15 @@ def _addable(scores: _Scores, query: Tensor, weights: Tensor) -> str | None:
     """The bias of each head can be added to the masks."""
     if scores.bias is None:
         return None
-    bias, heads = value_of(scores.bias), weights.shape[1]
-    fits = bias is not None and bias.ndim == 3 and bias.dtype == query.dtype and isinstance(heads, int)
+    bias, merged, heads = value_of(scores.bias), value_of(scores.query), weights.shape[1]
+    assert merged is not None
+    fits = (
+        bias is not None
+        and bias.ndim == 3
+        and same_shape(bias.shape[:1], merged.shape[:1])
+        and bias.dtype == query.dtype
+        and isinstance(heads, int)
+    )
     whole = query.dtype is not torch.float16
     return that(fits, f"{scores.bias.name!r} is no bias of each head in {query.dtype}") or that(
         whole, "float16 rounds the scores of each step of the model, and the fused call does not"
