@@ -282,3 +282,24 @@ def test_a_constant_is_known_by_its_weights_or_its_shape() -> None:
     assert constant_value(values[0], gm, Facts(gm), 24) is None
     values[1].meta["val"] = torch.empty(5, 5, dtype=torch.bool)
     assert torch.equal(constant_value(values[1], gm, Facts(gm), 25), ~earlier)
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        (lambda m, q, k: q @ k, "fused attention, scale 1"),
+        (lambda m, q, k: (q @ k + m.bias) + m.bias, "fused attention, scale 1, masks: 2"),
+        (lambda m, q, k: (q @ k).masked_fill(m.later, -math.inf), "fused attention, scale 1, causal"),
+    ],
+)
+@pytest.mark.parametrize("grouped", [True, False])
+def test_the_report_says_what_became_of_the_masks(function, sentence: str, grouped: bool) -> None:
+    def forward(m, q, k, v):
+        k, v = (twice(k), twice(v)) if grouped else (k, v)
+        return torch.softmax(function(m, q, k.transpose(2, 3)), -1) @ v
+
+    q, kv = torch.randn(2, 6, 5, 4), torch.randn(2, 3 if grouped else 6, 5, 4)
+    later = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    gm = rg.FuseAttention()(of_three(forward, q, kv, bias=torch.randn(5, 5), later=later))
+    (site,) = rg.history(gm)[0].applied
+    assert site.sentence == sentence + (", keys and values not repeated" if grouped else "")

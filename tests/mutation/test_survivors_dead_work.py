@@ -11,6 +11,7 @@ import regraft as rg
 from helpers import Wrap
 from regraft.core import weights
 from regraft.core.weights import scaled
+from regraft.testing import assert_refused
 
 
 @torch.fx.wrap
@@ -63,3 +64,17 @@ def test_little_of_a_large_weight_is_held_in_the_higher_precision(shape: tuple[i
 
 def test_a_weight_without_elements_is_scaled() -> None:
     assert scaled(torch.empty(0, 4), torch.ones(1, 1, dtype=torch.float64)).shape == (0, 4)
+
+
+def test_a_call_of_which_nothing_is_known_is_not_dead() -> None:
+    gm = rg.symbolic_trace(Wrap(lambda m, x: (unknown(x), x * 2)[1]))
+    assert_refused(rg.RemoveDeadWork(), gm, match="nothing is known of what unknown does")
+
+
+def test_what_is_computed_from_values_that_stay_apart_stays_apart() -> None:
+    def forward(m, x):
+        one, other = x.sin(), x.sin()
+        other.add_(1)
+        return (one * 2) - (other * 2)
+
+    assert_refused(rg.RemoveDeadWork(), rg.symbolic_trace(Wrap(forward)), match="'mul_1' and 'mul' read different")

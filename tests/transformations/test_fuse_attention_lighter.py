@@ -137,6 +137,7 @@ WHOLE: dict[str, Callable[..., Any]] = {
     "the keys alone": lambda m, q, k, v: written(q, expanded(k), torch.cat([v, v, v], 1)),
     "unevenly": lambda m, q, k, v: written(q, _unevenly(m, k), _unevenly(m, v)),
     "each turn times its own number": lambda m, q, k, v: written(q, _scaled_turns(m, k), _scaled_turns(m, v)),
+    "once": lambda m, q, k, v: written(q[:, :G], expanded(k, 1), expanded(v, 1)),
     "along the length": lambda m, q, k, v: written(q[:, :G], k.repeat_interleave(2, 2), v.repeat_interleave(2, 2)),
 }
 

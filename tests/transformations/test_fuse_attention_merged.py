@@ -176,6 +176,10 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         "float64",
     ),
     "unknown between": (lambda m, q, k, v: attend(plain(q, k).tanh(), v), "'tanh' is no scores"),
+    "one value for all heads": (
+        lambda m, q, k, v: torch.matmul(torch.softmax(plain(q, k), -1).view(B * H, L, S), v[0, :1]),
+        "merging the heads",
+    ),
     "two reshapes": (
         lambda m, q, k, v: torch.bmm(torch.softmax(plain(q, k), -1).view(B, H * L, S).view(B * H, L, S), merged(v)),
         "reshapes the weights",

@@ -111,7 +111,7 @@ def repeated(value: Any, owner: GraphModule) -> tuple[Node, int] | None:
         return None
     heads: Any = before.shape[1]
     more: Any = after.shape[1]
-    if not isinstance(heads, int) or not isinstance(more, int) or more <= heads or more % heads:
+    if not isinstance(heads, int) or not isinstance(more, int) or more <= heads:
         return None
     if call.operation is REPEAT and call["repeats"] != more // heads:
         return None  # a number for each head, perhaps
