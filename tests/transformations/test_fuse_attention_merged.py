@@ -177,7 +177,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "unknown between": (lambda m, q, k, v: attend(plain(q, k).tanh(), v), "'tanh' is no scores"),
     "one value for all heads": (
-        lambda m, q, k, v: torch.matmul(torch.softmax(plain(q, k), -1).view(B * H, L, S), v[0, :1]),
+        lambda m, q, k, v: torch.matmul(torch.softmax(plain(q[:1], k[:1]), -1).view(H, L, S), v[:1].mean(1)),
         "merging the heads",
     ),
     "two reshapes": (
