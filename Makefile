@@ -85,7 +85,7 @@ docs: $(TOOLS) ## build the documentation into site/, warnings are errors
 fuzz: $(TOOLS) ## N random graphs per property: make fuzz N=10000
 	@REGRAFT_FUZZ=$(N) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) -m fuzz --timeout 0 tests
 
-mutants: $(TOOLS) ## plant every bug there is and count how many the tests catch (hours)
+mutants: $(TOOLS) ## plant every bug there is and count how many the tests catch (an hour)
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/mutation/run.py
 
 clean: ## remove what make made, the environment included
