@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
 import torch
 from torch import nn
 
+from regraft.optimize.engines import choosing
+
 WINDOW = 20
+
+
+def every_engine(monkeypatch: pytest.MonkeyPatch, build: object) -> None:
+    """Let all engines be built so. Only what chooses them sees it: torch imports parts of itself while it captures."""
+    adapter = SimpleNamespace(build=build)
+    monkeypatch.setattr(choosing, "importlib", SimpleNamespace(import_module=lambda _: adapter, util=importlib.util))
 
 
 class Heads(nn.Module):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import sys
 
 import pytest
 import torch
-from models import decoder, heads, ids, image
+from models import decoder, every_engine, heads, ids, image
 
 import regraft as rg
 from regraft.dropin import Entry, grafts_of
@@ -84,12 +83,11 @@ def test_an_engine_that_is_wrong_or_fails_is_not_taken(monkeypatch) -> None:
     def fails(flat: Flat):
         raise RuntimeError("no form for this")
 
-    monkeypatch.setattr(sys.modules["regraft.optimize.engines.choosing"].importlib, "import_module", lambda name: made)
     for build, sentence in (
         (lambda flat: lambda inputs: [result + 1 for result in flat.module(*inputs)], "is not right"),
         (fails, "cannot run it (RuntimeError: no form for this)"),
     ):
-        made = type("Adapter", (), {"build": staticmethod(build)})
+        every_engine(monkeypatch, build)
         result = rg.optimize(model, kwargs={"x": image()}, engine="inductor", keep="all", **EXACT)
         assert result.graphs[0].engine.engine == "torch"
         assert sentence in str(result)
@@ -101,7 +99,7 @@ def test_what_rewriting_adds_to_an_engine_is_measured_and_shown(monkeypatch) -> 
 
     seen = []
     build = lambda flat: seen.append(flat.module) or (lambda inputs: flat.module(*inputs))
-    monkeypatch.setattr(choosing.importlib, "import_module", lambda name: type("A", (), {"build": staticmethod(build)}))
+    every_engine(monkeypatch, build)
     ratios: list[float] = []
 
     def compare(*programs, **clock) -> Comparison:
@@ -137,7 +135,7 @@ def test_auto_takes_the_fastest_that_is_right(monkeypatch) -> None:
     ratios = {"onednn": 0.95, "inductor": 0.9, "onnxruntime": 0.5, "openvino": 1.5}
     build = lambda flat: lambda inputs: flat.module(*inputs)
     monkeypatch.setattr(choosing, "missing_packages", lambda name: ())
-    monkeypatch.setattr(choosing.importlib, "import_module", lambda name: type("A", (), {"build": staticmethod(build)}))
+    every_engine(monkeypatch, build)
     left = iter([ratio for each in ratios.values() for ratio in (each, 0.9)])
     assert list(ratios) == list(ENGINES)
 

@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from models import bert, heads, ids, image
+from models import bert, every_engine, heads, ids, image
 from torch import nn
 
 import regraft as rg
@@ -154,6 +154,37 @@ def test_undecided_steps_are_judged_together(monkeypatch, together: Comparison, 
     assert not rg.history(result.graph_module)
     with torch.no_grad():
         assert all(map(torch.equal, result.graph_module(x), model(x)))
+
+
+@pytest.mark.parametrize("together", [SAME, SLOWER])
+@pytest.mark.parametrize("knows", ["any graph", "the captured graph", "none"])
+def test_an_engine_gets_what_makes_no_difference_without_it(monkeypatch, together: Comparison, knows: str) -> None:
+    seen = []
+
+    def build(flat):
+        seen.append(flat.module)
+        layers = sum(node.op == "call_module" for node in flat.module.graph.nodes)
+        if knows == "none" or (knows == "the captured graph" and layers < 4):
+            raise RuntimeError("no form for this")
+        return lambda inputs: flat.module(*inputs)
+
+    every_engine(monkeypatch, build)
+    times(monkeypatch, SAME, SAME, together, FASTER)
+    monkeypatch.setattr(choosing, "compare_speed", lambda *programs, **clock: FASTER)
+    model, x = heads(), image()
+    result = run(model, kwargs={"x": x}, transformations=PAIR, seconds=0.01)
+    assert not rg.history(result.graph_module)
+    assert [step.kept for step in result.steps] == [False, False]
+    layers = [sum(node.op == "call_module" for node in module.graph.nodes) for module in seen]
+    assert layers == ([4] if together is SLOWER else [2] if knows == "any graph" else [2, 4])
+    with_them = together is SAME and knows == "any graph"
+    assert ("with the steps that make no difference without it" in str(result)) is with_them
+    assert (grafts_of(result.model).entries[0].engine is None) is (knows == "none")
+    with torch.no_grad():
+        assert equal(result.model(x=x), model(x=x))
+        for weight in result.model.parameters():
+            weight.mul_(1.5)
+        assert equal(result.model(x=x), model(x=x)), "a weight that the engine has taken over was written to"
 
 
 def test_what_does_not_run_without_an_undecided_step_keeps_it(monkeypatch) -> None:

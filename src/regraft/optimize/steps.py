@@ -138,6 +138,8 @@ class Stepper:
             reason = verdict if needed else f"taken back, {verdict}"
             self.results[index] = replace(self.results[index], kept=needed, reason=reason, comparison=comparison)
         if not needed:
+            if not comparison.slower and all(self.results[index].preserves for index in undecided):
+                self.graph.whole = self.graph.gm
             self.graph.gm = left_out
             for index, made in records.items():
                 counted = _result(self.graph.name, self._taken[index], made)

@@ -41,6 +41,8 @@ class Graph:
         reference: The original, which is called likewise.
         more: Further calls of the same form, to verify with.
         like: The graph of the same layers whose rewrites this one gets, unmeasured; None for one of its own.
+        whole: The graph with the steps, too, that were taken back because they make no difference to it: to an engine
+            they may. None where there are none.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Graph:
     reference: Callable[..., Any]
     more: tuple[Inputs, ...] = ()
     like: str | None = None
+    whole: fx.GraphModule | None = None
 
     @cached_property
     def oracle(self) -> Oracle:

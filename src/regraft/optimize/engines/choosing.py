@@ -92,7 +92,9 @@ def adopt_engine(
 ) -> EngineResult:
     """Let an engine run a graph, where it is right and, if that is measured, faster.
 
-    Where rewriting makes an engine slower, it is given the graph as it was captured.
+    It is given the graph with all steps that preserve the computation, those included that make no difference by
+    themselves: it may not know a form that one of them takes away. Where rewriting makes an engine slower, it is given
+    the graph as it was captured.
 
     Args:
         wanted: The engine's name; `"auto"` for the fastest of those installed, `"torch"` for what torch has in it.
@@ -115,11 +117,15 @@ def adopt_engine(
         if wanted == "torch" and size > LARGE:
             tried[name] = f"not tried unasked: it would take the {size / 1e9:.1f} GB of the weights once more"
             continue
-        engine = _built(name, graph, _without(graph.gm, PACKING), bound, tried)
+        engine, remark = None, ""
+        if graph.whole is not None:
+            engine = _built(name, graph, _without(graph.whole, PACKING), bound, tried)
+            remark = ", with the steps that make no difference without it" if engine is not None else ""
+        engine = engine or _built(name, graph, _without(graph.gm, PACKING), bound, tried)
         if engine is None:
             continue
         found = timed(graph.gm.forward, engine)
-        tried[name], comparisons[name] = found.reason, found
+        tried[name], comparisons[name] = found.reason + remark, found
         # of what is tried unasked, nobody waits to learn what the rewrites add to it
         asked = wanted != "torch" and history(graph.gm)
         alone = _built(name, graph, _without(graph.gm, None), bound, {}) if asked else None
