@@ -29,7 +29,7 @@ _LEAVES = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, bool, int,
 
 _LONGEST = 200
 """Characters of a size written out, with which export is still quick. Those of convolutional networks stay below 60.
-Those of attention in windows (Swin, MaxViT) pass 250, and export reasons about them for minutes."""
+Those of attention in windows (Swin, MaxViT) pass 250, and about Swin's export reasons for minutes."""
 
 
 class TooInvolved(Exception):
