@@ -213,6 +213,39 @@ def test_a_hard_coded_dtype_still_gets_its_float64_run() -> None:
     assert not verify(model, lambda x: model(x) * (1 + 1e-4), (x,)).ok
 
 
+@pytest.mark.parametrize("divisor", [3.0, 1e-40, 1e-200])
+def test_the_error_of_a_float64_reference_is_known_beyond_the_range_of_float32(divisor: float) -> None:
+    class Cancelling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 8).double()
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            scaled = x / divisor
+            return scaled.sum(-1) + 1e-3 * self.linear(scaled).sum(-1), torch.view_as_complex(
+                self.linear(scaled).view(4, 2)
+            )
+
+    class ByInverse(nn.Module):
+        def __init__(self, model: Cancelling) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.model(x * (1 / divisor) * divisor)
+
+    for seed in range(10):
+        torch.manual_seed(seed)
+        model, x = Cancelling(), torch.randn(1, 64, dtype=torch.float64)
+        x[0, 0] -= (
+            x.sum() - 1e-3
+        )  # nothing but a thousandth is left of the sum, and its error is a thousand times as large
+        result = verify(model, ByInverse(model), (x,))
+        assert result.ok, result
+        assert all(leaf.reference_error > 0 for leaf in result.cases[0].leaves)
+        assert not verify(model, lambda x, m=model: tuple(out * (1 + 1e-10) for out in m(x)), (x,)).ok
+
+
 def test_experts_get_their_float64_run() -> None:
     if not hasattr(F, "grouped_mm"):
         pytest.skip("this torch has no grouped product")

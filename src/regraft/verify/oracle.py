@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from regraft.verify.compare import HALF, coarser
-from regraft.verify.precise import in_precision, modes
+from regraft.verify.precise import InFewBits, in_precision, modes
 from regraft.verify.run import Inputs, Run, inputs_tree, run
 from regraft.verify.tree import Tree, unsupported
 
@@ -23,7 +23,8 @@ class Truth:
     Args:
         own: The run in its own dtype.
         exact: The float64 run, or None, with the reason in `lacking`.
-        coarse: For a reference that is float64 already: a float32 run, from which its error is estimated.
+        coarse: For a reference that is float64 already: a float32 run, from which its error is estimated; where
+            that overflows, one in few bits and float64's range.
         compute: The coarsest floating-point dtype of weights and inputs.
         lacking: Why there is no float64 run.
         rounded: The float64 run with each weight moved by one rounding, where it was asked for.
@@ -60,6 +61,9 @@ class Oracle:
             return Truth(own, None, None, compute, "the model draws random numbers; call .eval() for the sharper check")
         if compute == torch.float64:
             coarse, why = self._in(torch.float32, inputs, own)
+            if coarse is not None and _overflowed(coarse.output, own.output):
+                wide = run(self.reference, inputs, seed=self.seed, mode=InFewBits)
+                coarse = coarse if wide.error else wide
             return Truth(own, own if coarse else None, coarse, compute, why)
         exact, why = self._in(torch.float64, inputs, own)
         return Truth(own, exact, None, compute, why)
@@ -125,6 +129,16 @@ def _rounded(model: nn.Module, reference: nn.Module, generator: torch.Generator)
 
 def _shapes(tree: Tree) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in tree.tensors()}
+
+
+def _overflowed(coarse: Tree, own: Tree) -> bool:
+    """Whether a number was lost that the reference has."""
+    rough = dict(coarse.tensors())
+    return any(
+        bool((tensor.isfinite() & ~rough[name].isfinite()).any())
+        for name, tensor in own.tensors()
+        if unsupported(tensor) is None
+    )
 
 
 def _first_line(error: Exception) -> str:
