@@ -42,7 +42,7 @@ def best_seconds(call: Callable[[], Any], seconds: float) -> float:
 
 def peak_flops(dtype: torch.dtype, seconds: float) -> float:
     """Multiplications and additions per second in a product of two matrices that the caches hold in blocks."""
-    from regraft.transformations._packed import PackedLinear
+    from regraft.transformations._packed_linear import PackedLinear
 
     size = 2048
     x = torch.randn(size, size).to(dtype)

@@ -17,6 +17,7 @@ from regraft.testing import assert_refused, assert_round_trip
 from regraft.testing.parts import add_one, randomised, traced_with_shapes
 from regraft.transformations import _mkldnn as mkldnn
 from regraft.transformations import _packed as packed
+from regraft.transformations import _packed_linear as packed_linear
 from regraft.transformations._activations import NONE, Activation
 
 
@@ -412,21 +413,22 @@ def test_each_call_takes_the_operator_that_it_should(monkeypatch: pytest.MonkeyP
         real = getattr(mkldnn, name)
         monkeypatch.setattr(mkldnn, name, lambda *args: (calls.append(name), real(*args))[1])
 
-    few, many = packed.FEW_FEATURES, packed.MANY_PRODUCTS // (4 * packed.FEW_FEATURES)
     with torch.no_grad():  # whether an operator works is tried once, before the calls are counted
-        packed.PackedLinear.of(nn.Linear(few, 4))(torch.randn(many, few))
         warm, addend = packed.PackedConv2d.of(nn.Conv2d(4, 4, 1)), IMAGE.to(memory_format=torch.channels_last)
         warm(IMAGE), warm(IMAGE, addend)
-        [packed.PackedLinear.of(nn.Linear(4, 4))(torch.randn(16, 4)) for _ in range(3)]
     assert all(mkldnn.works(kind, torch.float32) for kind in KINDS)
-    for name in ("linear", "sgemm", "pack_sgemm", "pack_conv", "conv", "conv_add", "conv_sum"):
+    for name in ("linear", "sgemm", "pack_linear", "pack_sgemm", "pack_conv", "conv", "conv_add", "conv_sum"):
         spied(name)
     with torch.no_grad():
-        by_mkl = ["pack_sgemm", "sgemm", "sgemm"]
-        for inputs, rows, expected in ((few, many, ["linear"] * 3), (few, many - 1, by_mkl), (few + 1, many, by_mkl)):
-            layer, x = packed.PackedLinear.of(nn.Linear(inputs, 4)), torch.randn(rows, inputs)
+        for way, expected in (
+            ("onednn", ["pack_linear", "linear", "linear", "linear"]),
+            ("mkl", ["pack_sgemm", "sgemm", "sgemm"]),
+            ("plain", []),
+        ):
+            monkeypatch.setattr(packed_linear, "ranked", lambda *_, way=way: (way,))
+            layer, x = packed_linear.PackedLinear.of(nn.Linear(7, 4)), torch.randn(16, 7)
             for _ in range(3):
-                layer(x)
+                torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
             assert calls == expected
             calls.clear()
         conv = packed.PackedConv2d.of(nn.Conv2d(4, 4, 1))

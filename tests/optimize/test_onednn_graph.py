@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import subprocess
 import sys
@@ -141,6 +142,30 @@ def test_an_operator(name: str) -> None:
 def test_gelu_by_tanh_is_refused() -> None:
     with pytest.raises(ValueError, match="GELU by tanh"):
         built(Of(lambda x: F.gelu(F.linear(x, weight(5, 10)), approximate="tanh")), weight(*SIZE))
+
+
+def by_distance(x: Tensor) -> Tensor:
+    """T5's buckets: the logarithm is a whole number at 16, 32 and 64; what is a last bit less falls into another."""
+    places = torch.arange(x.size(-1))
+    distance = (places.unsqueeze(0) - places.unsqueeze(1)).abs().float()
+    return x * (torch.log(distance / 8) / math.log(128 / 8) * 8).clamp(min=0).long()
+
+
+def test_what_depends_on_sizes_alone_is_computed_by_torch() -> None:
+    x = torch.ones(80, 80)
+    assert torch.equal(built(Of(by_distance), x)([x])[0], by_distance(x))
+    for function, constants in (
+        (by_distance, 12),
+        (lambda x: x * (weight(80) * x.size(-1)), 1),
+        (lambda x: (y := torch.arange(x.size(-1)), z := y + 1.0, y.add_(2), x * z * y)[-1], 0),
+        (lambda x: (y := torch.ones(x.size(-1)), y.copy_(x[0]), x * (y + 1.0))[-1], 0),
+        (lambda x: x * torch.rand(x.size(-1)).add_(1).ceil(), 0),
+    ):
+        apart, gm = onednn_graph._Apart(symbolic_trace(Of(function)), [x]), symbolic_trace(Of(function))
+        assert len(apart.constants) == constants
+        for _ in range(2):
+            x = torch.randn(80, 80)
+            assert torch.equal(apart(x), gm(x))
 
 
 def test_other_sizes_are_not_covered() -> None:

@@ -141,7 +141,7 @@ def test_a_step_that_pays_only_with_a_later_one_stays(monkeypatch) -> None:
     ("together", "left"), [(FASTER, ["FoldBatchNorm", "MergeLinears", "PrepackForCpu"]), (SAME, ["PrepackForCpu"])]
 )
 def test_undecided_steps_are_judged_together(monkeypatch, together: Comparison, left: list[str]) -> None:
-    times(monkeypatch, SAME, SAME, FASTER, together, FASTER)
+    times(monkeypatch, SAME, SAME, SAME, FASTER, together, FASTER)
     model, x = heads(), image()
     result = run(model, (x,), transformations=[*PAIR, rg.PrepackForCpu()])
     assert [step.transformation for step in rg.history(result.graph_module)] == left
@@ -185,6 +185,43 @@ def test_an_engine_gets_what_makes_no_difference_without_it(monkeypatch, togethe
         for weight in result.model.parameters():
             weight.mul_(1.5)
         assert equal(result.model(x=x), model(x=x)), "a weight that the engine has taken over was written to"
+
+
+def packed_layers(gm: torch.fx.GraphModule) -> int:
+    return sum(type(module).__name__.startswith("Packed") for module in gm.modules())
+
+
+@pytest.mark.parametrize("packing", [FASTER, SAME, SLOWER])
+def test_steps_are_measured_between_packed_layers_where_packing_pays(monkeypatch, packing: Comparison) -> None:
+    compared_graphs, real = [], steps.Stepper._compared
+
+    def spied(self, before, made):
+        compared_graphs.append((packed_layers(before), packed_layers(made)))
+        return real(self, before, made)
+
+    monkeypatch.setattr(steps.Stepper, "_compared", spied)
+    times(monkeypatch, packing, FASTER, SLOWER, FASTER, FASTER)
+    model, x = heads(), image()
+    result = run(model, (x,), transformations=[*PAIR, rg.PrepackForCpu()])
+    assert [step.kept for step in result.steps] == [True, False, True]
+    steps_compared = [(3, 3), (3, 2)] if packing is FASTER else [(0, 0), (0, 0)]
+    assert compared_graphs == [(0, 3), *steps_compared, (0, 3)]
+    assert [step.transformation for step in rg.history(result.graph_module)] == ["FoldBatchNorm", "PrepackForCpu"]
+    with torch.no_grad():
+        assert equal(result.model(x), model(x))
+
+
+def test_what_cannot_be_packed_is_measured_as_it_is(monkeypatch) -> None:
+    times(monkeypatch, FASTER, FASTER, FASTER, FASTER)
+
+    class Broken(rg.PrepackForCpu):
+        def __call__(self, gm, *args, **kwargs):
+            raise RuntimeError("no kernel")
+
+    Broken.__name__ = "PrepackForCpu"
+    model, x = heads(), image()
+    with pytest.raises(RuntimeError, match="no kernel"):
+        run(model, (x,), transformations=[*PAIR, Broken()])
 
 
 def test_what_does_not_run_without_an_undecided_step_keeps_it(monkeypatch) -> None:

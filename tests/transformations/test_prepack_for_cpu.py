@@ -15,9 +15,11 @@ from torch.nn import functional as F
 import regraft as rg
 from helpers import FORMS, Wrap, assert_matches_float64, capture, check_applied, check_refused, randomise, run
 from regraft.transformations import _mkldnn as mkldnn
+from regraft.transformations import _packed_linear as packed_linear
 from regraft.transformations._activations import NONE, Activation
 from regraft.transformations._packed import CONVOLUTIONS as PACKED
-from regraft.transformations._packed import FEW_FEATURES, MANY_PRODUCTS, PackedConv2d, PackedLinear
+from regraft.transformations._packed import PackedConv2d
+from regraft.transformations._packed_linear import PackedLinear
 
 PACK = rg.PrepackForCpu()
 DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if mkldnn.works(mkldnn.CONV, dtype)]
@@ -236,33 +238,108 @@ def test_weights_that_change_are_packed_again():
     assert_matches_float64(changed, gm, IMAGE)
 
 
-@pytest.mark.skipif(not mkldnn.works(mkldnn.MKL, torch.float32), reason="a build without MKL")
-def test_a_float32_weight_is_packed_for_a_number_of_rows_that_comes_twice_running():
-    model = randomise(nn.Sequential(nn.Linear(FEW_FEATURES + 1, 5)))
-    gm = PACK(capture(model, (torch.randn(4, FEW_FEATURES + 1),), "fx"))
+def fastest(monkeypatch, *ways):
+    """Let the ways to compute a linear layer be as fast as is said here, the fastest first."""
+    monkeypatch.setattr(packed_linear, "ranked", lambda *_: ways)
+
+
+needs_mkl = pytest.mark.skipif(not mkldnn.works(mkldnn.MKL, torch.float32), reason="a build without MKL")
+
+
+@needs_mkl
+def test_mkl_packs_a_weight_for_a_number_of_rows_that_comes_twice_running(monkeypatch):
+    fastest(monkeypatch, "mkl", "onednn", "plain")
+    model = randomise(nn.Sequential(nn.Linear(7, 5)))
+    gm = PACK(capture(model, (torch.randn(4, 7),), "fx"))
     layer = gm.get_submodule("0")
     assert isinstance(layer, PackedLinear)
     packs = []
-    # one that does not come back, few rows, more, still more, and the oldest of three goes
-    for rows in (6, 4, 6, 3, 3, 1, 1, 4, 4, 6, 6, 9, 9):
-        x = torch.randn(rows, FEW_FEATURES + 1)
-        assert_matches_float64(model, gm, (x,))
-        packs.append((rows, sorted(layer._copies.packs)))
+    for rows in (6, 4, 6, 4, 4, 6, 6, 9, 9):  # some that do not come back, and of three the oldest goes
+        assert_matches_float64(model, gm, (torch.randn(rows, 7),))
+        packs.append((rows, [(key, way) for key, (way, _) in layer._copies.packs.items()]))
+    four, six, nine = ((rows, "mkl") for rows in (4, 6, 9))
     assert packs == [
-        *((6, []), (4, []), (6, []), (3, []), (3, []), (1, []), (1, [])),
-        *((4, []), (4, [4]), (6, [4]), (6, [4, 6]), (9, [4, 6]), (9, [6, 9])),
+        *((6, []), (4, []), (6, []), (4, []), (4, [four]), (6, [four]), (6, [four, six]), (9, [four, six])),
+        (9, [six, nine]),
     ]
 
 
-@pytest.mark.skipif(not mkldnn.works(mkldnn.MKL, torch.float32), reason="a build without MKL")
-@pytest.mark.parametrize("activation", [nn.Identity(), nn.GELU(), nn.SiLU()])
-def test_a_large_float32_product_of_few_inputs_is_packed_once_for_all_rows(activation):
-    model = randomise(nn.Sequential(nn.Linear(FEW_FEATURES, 64), activation))
-    gm = PACK(capture(model, (torch.randn(4, FEW_FEATURES),), "fx"))
-    many = MANY_PRODUCTS // (64 * FEW_FEATURES)
-    for rows, expected in ((many, ["onednn"]), (many + 1, ["onednn"]), (many - 1, ["onednn"]), (many - 1, None)):
-        assert_matches_float64(model, gm, (torch.randn(rows, FEW_FEATURES),))
-        assert list(gm.get_submodule("0")._copies.packs) == (expected or ["onednn", many - 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", [nn.Identity(), nn.GELU(), nn.GELU("tanh"), nn.SiLU()])
+def test_onednn_packs_a_weight_once_for_all_rows(activation, dtype, monkeypatch):
+    if not mkldnn.works(mkldnn.LINEAR, dtype):
+        pytest.skip("a processor without it")
+    fastest(monkeypatch, "onednn", "plain", "mkl")
+    model = randomise(nn.Sequential(nn.Linear(7, 64), activation)).to(dtype)
+    gm = PACK(capture(model, (torch.randn(4, 7).to(dtype),), "fx"))
+    packs = gm.get_submodule("0")._copies.packs
+    for rows in (1, 5, 300):
+        assert_matches_float64(model, gm, (torch.randn(rows, 7).to(dtype),))
+        packs = gm.get_submodule("0")._copies.packs
+        assert packs[rows] == ("onednn", packs["onednn"])
+    assert list(packs) == ["onednn", 1, 5, 300]
+
+
+def test_where_torch_itself_is_fastest_nothing_is_packed(monkeypatch):
+    fastest(monkeypatch, "plain", "onednn", "mkl")
+    model = randomise(nn.Sequential(nn.Linear(7, 64), nn.ReLU()))
+    gm = PACK(capture(model, (torch.randn(4, 7),), "fx"))
+    for _ in range(3):
+        assert_matches_float64(model, gm, (torch.randn(4, 7),))
+    assert gm.get_submodule("0")._copies.packs == {4: ("plain", None)}
+
+
+@needs_mkl
+def test_rows_that_do_not_come_back_take_the_weight_that_is_packed_for_any(monkeypatch):
+    fastest(monkeypatch, "onednn", "mkl", "plain")
+    layer, x = PackedLinear.of(randomise(nn.Linear(7, 5))), torch.randn(300, 7)
+    with torch.no_grad():
+        layer(x[:2])
+        fastest(monkeypatch, "mkl", "plain", "onednn")
+        calls, real = [], mkldnn.linear
+        monkeypatch.setattr(mkldnn, "linear", lambda *given: (calls.append(len(given[0])), real(*given))[1])
+        layer(x)
+    assert calls == [300]
+    assert list(layer._copies.packs) == ["onednn", 2]
+
+
+def test_each_way_is_timed_once_for_about_so_many_rows_and_for_each_kind_of_layer(monkeypatch):
+    timed = []
+    monkeypatch.setattr(packed_linear, "_RANKED", {})
+    monkeypatch.setattr(packed_linear, "seconds", lambda run: timed.append(run) or 1.0)
+
+    def new(layer, rows):
+        timed.clear()
+        with torch.no_grad():
+            PackedLinear.of(layer)(torch.randn(rows, layer.in_features, dtype=layer.weight.dtype))
+        return bool(timed)
+
+    layer = nn.Linear(7, 5)
+    assert [new(layer, rows) for rows in (1, 2, 3, 4, 5, 8, 9)] == [True, True, True, False, True, False, True]
+    assert [new(nn.Linear(7, 5, bias=bias), 1) for bias in (True, False)] == [False, True]
+    assert [new(nn.Linear(7, 5), 1), new(nn.Linear(5, 7), 1), new(nn.Linear(7, 5).bfloat16(), 1)] == [False, True, True]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert new(layer, 1)
+
+
+def test_the_ranking_follows_the_clock_and_saves_memory_where_the_times_are_close(monkeypatch):
+    if not mkldnn.works(mkldnn.LINEAR, torch.float32) or not mkldnn.works(mkldnn.MKL, torch.float32):
+        pytest.skip("a build without one of the ways")
+    x, weight = torch.randn(4, 7), torch.randn(5, 7)
+    for times, expected in (
+        ((1.0, 0.5, 0.4), ("mkl", "onednn", "plain")),
+        ((1.0, 0.4, 0.5), ("onednn", "mkl", "plain")),
+        ((1.0, 0.96, 0.97), ("plain", "onednn", "mkl")),
+        ((1.0, 0.5, 0.49), ("onednn", "mkl", "plain")),
+    ):
+        left = list(times)
+        monkeypatch.setattr(packed_linear, "_RANKED", {})
+        monkeypatch.setattr(packed_linear, "seconds", lambda _, left=left: left.pop(0))
+        assert packed_linear.ranked(x, weight, None, 4, NONE) == expected
+    ticks = iter([0.0, 5.0, 10.0, 12.0, 20.0, 23.0, 30.0, 39.0])
+    monkeypatch.undo()
+    monkeypatch.setattr(packed_linear.time, "perf_counter", lambda: next(ticks))
+    assert packed_linear.seconds(lambda: None) == 2.0
 
 
 def test_moving_and_copying():
@@ -458,13 +535,14 @@ def test_a_wrong_transposed_operator_is_not_used(monkeypatch, unknown):
         check_refused(PACK, model, IMAGE, "fx", "packs no transposed convolution in float32", sites=2)
 
 
-def test_verify_notices_a_weight_that_was_written_behind_torchs_back():
+@pytest.mark.skipif(not mkldnn.works(mkldnn.LINEAR, torch.float32), reason="a build without oneDNN")
+def test_verify_notices_a_weight_that_was_written_behind_torchs_back(monkeypatch):
+    fastest(monkeypatch, "onednn")
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 8)).eval()
     x = torch.randn(16, 3, 8, 8)
     gm = rg.PrepackForCpu()(rg.trace(model, (x,)))
     with torch.no_grad():
-        for _ in range(3):
-            gm(x)  # the linear layer is packed for the rows that come twice
+        gm(x)
         for layer in ("0", "3"):
             model.get_submodule(layer).weight.data.mul_(2)
             assert not rg.verify(model, gm, (x,)).ok

@@ -76,6 +76,26 @@ class Stepper:
         self._captured = copy.copy(graph.gm)
         self._taken: list[Transformation] = []
         self._undecided: list[int] = []
+        self._packing: Transformation | None = None
+        self._packed: GraphModule | None = None  # the graph as it stands, packed
+
+    def anticipate(self, packing: Transformation) -> None:
+        """Measure the steps from now on with packed layers, if those are faster: so they will run in the end.
+
+        What pays between plain layers need not pay between packed ones. A merged layer may be slower than three where
+        it is plain, and faster where it is packed.
+
+        Args:
+            packing: The transformation that packs; it is the last to be taken.
+        """
+        if not self._measured or weight_bytes(self.graph.gm) > LARGE:
+            return
+        try:
+            packed, records = _applied(packing, copy.copy(self.graph.gm))
+            if any(step.applied for step in records) and self._compared(self.graph.gm, packed).faster:
+                self._packing, self._packed = packing, packed
+        except Exception as error:  # whatever a graph raises that was rewritten wrongly; `take` says so
+            logger.info("%s is not measured with packed layers: %s", self.graph.name, error)
 
     def take(self, transformation: Transformation) -> None:
         """Apply one transformation, and take it back where it is slower or fails.
@@ -96,8 +116,13 @@ class Stepper:
             self.graph.gm = made
             self.results.append(replace(result, kept=True, reason='kept unmeasured, as keep="all" asks'))
             return
+        if transformation is self._packing:
+            self._packing = self._packed = None
+        packed = None
         try:
-            comparison = self._compared(before, made)
+            if self._packing is not None:
+                packed, _ = _applied(self._packing, copy.copy(made))
+            comparison = self._compared(self._packed or before, packed or made)
         except Exception as error:  # whatever a graph raises that was rewritten wrongly
             self._restore(made, records)
             failure = f"taken back, it raised {type(error).__name__}: {error}".splitlines()[0]
@@ -110,12 +135,12 @@ class Stepper:
             return
         if not comparison.faster:
             self._undecided.append(len(self.results))
-        self.graph.gm = made
+        self.graph.gm, self._packed = made, packed
         self.results.append(replace(result, kept=True, reason=comparison.reason))
 
     def _may_wait(self) -> bool:
         """Whether there is room for one more set of packed weights, which a graph without some steps has of its own."""
-        return sum(tensor.nbytes for tensor in self.graph.gm.parameters()) <= LARGE
+        return weight_bytes(self.graph.gm) <= LARGE
 
     def settle(self) -> None:
         """Judge together, with all other steps there, those that alone made no difference that could be shown.
@@ -193,6 +218,15 @@ class Stepper:
             if step.id in standing:
                 undo(self.graph.gm, step)
         self.results[index] = replace(result, kept=False, reason=reason)
+
+
+def weight_bytes(gm: GraphModule) -> int:
+    """The bytes of all parameters.
+
+    Args:
+        gm: The graph.
+    """
+    return sum(tensor.nbytes for tensor in gm.parameters())
 
 
 def _applied(transformation: Transformation, gm: GraphModule) -> tuple[GraphModule, tuple[Step, ...]]:

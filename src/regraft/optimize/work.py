@@ -139,6 +139,10 @@ class Work:
         by_name = {stepper.graph.name: stepper for stepper in self.steppers}
         for stepper in self.steppers:
             example = by_name.get(stepper.graph.like or "")
+            last = self.settings.chosen[-1:]
+            if example is None and last and type(last[0]).__name__ in PACKING:
+                self.progress.next(f"{stepper.graph.name}: {type(last[0]).__name__} alone")
+                stepper.anticipate(last[0])
             for index, transformation in enumerate(self.settings.chosen):
                 self.progress.next(f"{stepper.graph.name}: {type(transformation).__name__.lstrip('_')}")
                 if example is None:

@@ -22,16 +22,8 @@ from regraft.transformations._activations import NONE, Activation
 
 Layer = TypeVar("Layer", bound="Packed")
 
-FEW_ROWS = 3
-"""Up to so many rows a float32 product reads the weight once whatever its layout, and MKL's packed one is no faster."""
-FEW_FEATURES = 256
-"""Up to so many inputs MKL's packed float32 product is no faster than oneDNN's, which computes the activation too."""
-MANY_PRODUCTS = 1 << 24
-"""But from so many multiplications on: a call of oneDNN's takes twenty microseconds before it begins."""
-PACKS = 2
-"""So many packed float32 copies of a weight are kept, each for one number of rows."""
 SIZES = 64
-"""So many input sizes of a convolution are remembered."""
+"""So many input sizes of a layer are remembered."""
 
 
 @dataclass
@@ -41,7 +33,7 @@ class _Copies:
     weight: Tensor | None = None
     version: int = 0
     address: int = 0
-    rows: int = 0
+    rows: int = 0  # of the last input
     packs: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -88,42 +80,6 @@ class Packed(nn.Module):
         if copies.weight is not weight or copies.version != weight._version or copies.address != weight.data_ptr():
             copies = self._copies = _Copies(weight, weight._version, weight.data_ptr())
         return copies.packs
-
-
-class PackedLinear(Packed, nn.Linear):
-    """`activation(x W^T + b)`."""
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """`input` is (..., in_features)."""
-        weight, bias = self._parameters["weight"], self._parameters["bias"]
-        if weight is None or not mkldnn.usable(input, weight, bias) or input.ndim < 2 or not input.numel():
-            return self.activation.plain(F.linear(input, self.weight, self.bias))
-        packs = self._fresh(weight)
-        fast = weight.shape[1] <= FEW_FEATURES and input.numel() * weight.shape[0] >= MANY_PRODUCTS
-        if fast or weight.dtype is not torch.float32 or self.activation.algorithm == "tanh":
-            return self._by_onednn(input, weight, bias, packs)
-        return self.activation.write(self._by_sgemm(input, weight, bias, packs))
-
-    def _by_onednn(self, x: Tensor, weight: Tensor, bias: Tensor | None, packs: dict[Any, Any]) -> Tensor:
-        packed = packs.get("onednn")
-        if packed is None:
-            if not mkldnn.works(mkldnn.LINEAR, weight.dtype, self.activation):
-                return self.activation.plain(F.linear(x, weight, bias))
-            packed = packs["onednn"] = mkldnn.pack_linear(weight)
-        return mkldnn.linear(x, packed, bias, self.activation)
-
-    def _by_sgemm(self, x: Tensor, weight: Tensor, bias: Tensor | None, packs: dict[Any, Any]) -> Tensor:
-        """MKL packs for one number of rows: one that comes twice running is worth it, others go the plain way."""
-        rows = x.numel() // x.shape[-1]
-        packed = packs.get(rows)
-        if packed is None:
-            again, self._copies.rows = self._copies.rows == rows, rows
-            if not again or rows <= FEW_ROWS or not mkldnn.works(mkldnn.MKL, weight.dtype):
-                return F.linear(x, weight, bias)
-            if len(packs) >= PACKS:
-                del packs[next(iter(packs))]
-            packed = packs[rows] = mkldnn.pack_sgemm(weight, rows)
-        return mkldnn.sgemm(x, packed, weight, bias, rows)
 
 
 class _PackedConv(Packed):

@@ -17,17 +17,19 @@ from regraft.transformations._activations import NONE, Activation
 from regraft.transformations._conv_region import BORDER, LayersAndBorders
 from regraft.transformations._following import between, following
 from regraft.transformations._module_for import place_of
-from regraft.transformations._packed import CONVOLUTIONS, Packed, PackedLinear, even_padding, packed_kind
+from regraft.transformations._packed import CONVOLUTIONS, Packed, even_padding, packed_kind
+from regraft.transformations._packed_linear import PackedLinear
 
 
 class PrepackForCpu(Rewrite):
     """Pack the weights of linear layers and convolutions for the CPU, and fuse what follows into them.
 
     `activation(W x + b + other)` in one call of oneDNN, which finds the weight in the layout that it works in. Between
-    convolutions values are channels last; outputs, and views that need it, get back the layout of the capture. Float32
-    linear layers are packed by MKL, for the number of rows that comes twice running, but for large products of up to
-    256 inputs. Of a linear layer's neighbours only the activation is fused: oneDNN's addition is many times slower
-    there than torch's.
+    convolutions values are channels last; outputs, and views that need it, get back the layout of the capture. A linear
+    layer is computed by the fastest of three ways, timed once for about so many rows, at the first call: torch's own,
+    oneDNN's packed product, or in float32 MKL's, which packs for one number of rows and is used where that comes twice
+    running. So another process may round otherwise. Of a linear layer's neighbours only the activation is fused:
+    oneDNN's addition is many times slower there than torch's.
 
     Transposed convolutions are packed over two axes, and others over one to three; in float32 those over one axis only
     with groups, because oneDNN's are no faster else. Every call is right at every size; a new image size packs again,
@@ -94,7 +96,7 @@ def _packable(call: Call, module: nn.Module, weight: torch.Tensor) -> str | None
     if weight.device.type not in ("cpu", "meta"):
         return f"{call.where} is on {weight.device}; the packed layouts are the CPU's"
     if call.operation is LINEAR:
-        kind = mkldnn.MKL if weight.dtype is torch.float32 else mkldnn.LINEAR
+        kind = mkldnn.MKL if mkldnn.works(mkldnn.MKL, weight.dtype) else mkldnn.LINEAR
     elif packed_kind(module) is None:
         what = f"{call.where} is a {type(module).__name__}"
         return f"{what}; of transposed convolutions only those over two axes are packed"

@@ -17,7 +17,10 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
 from regraft.core.errors import NotCovered
+from regraft.core.flow import draws, known
 from regraft.core.modules import graph_modules
+from regraft.core.mutation import Mutations, writes
+from regraft.core.values import made_of_sizes
 from regraft.optimize.engines.flat import Flat, Run, Tensors
 
 _BROADCASTING = {
@@ -84,24 +87,35 @@ class _Apart(nn.Module):
         values = _Values(gm)
         values.run(*sample)
         self.larger = {node: values.to_enlarge(node) for node in gm.graph.nodes if _name(node, gm) in _BROADCASTING}
+        self.constants = values.constants
 
     def forward(self, *inputs: Tensor) -> Any:
         """What the graph gives."""
-        return _Enlarging(self.gm, self.larger).run(*inputs)
+        return _Prepared(self.gm, self.larger, self.constants).run(*inputs)
 
 
 class _Values(Interpreter):
-    """Runs a graph and notes of every tensor its size, and whether oneDNN Graph goes wrong at where it lies."""
+    """Runs a graph and notes of every tensor its size, and whether oneDNN Graph goes wrong at where it lies.
+
+    Attributes:
+        constants: The tensors that depend on sizes and weights alone, as they are in the sample. TorchScript computes
+            them otherwise than torch, and where that decides a branch, by much: a distance of 16 falls into T5's bucket
+            for 15, because a logarithm that should be 2 is a little less.
+    """
 
     def __init__(self, gm: GraphModule) -> None:
         super().__init__(gm)
         self.sizes: dict[Node, torch.Size] = {}
         self.odd: set[Node] = set()
+        self.constants: dict[Node, Tensor] = {}
+        self._steady = _steady(gm)
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
         if isinstance(result, Tensor):
             self.sizes[n] = result.shape
+            if n in self._steady and n.op != "get_attr":
+                self.constants[n] = result
             if _lies_oddly(result):
                 self.odd.add(n)
         return result
@@ -123,12 +137,18 @@ class _Values(Interpreter):
         return len(node.users) == 1 and _name(node, self.module) == "layer_norm"
 
 
-class _Enlarging(Interpreter):
-    """Runs a graph with some of the tensors that its calls are given made larger."""
+class _Prepared(Interpreter):
+    """Runs a graph with some of the tensors that its calls are given made larger, and with some results known."""
 
-    def __init__(self, gm: GraphModule, larger: Mapping[Node, Mapping[Node, torch.Size]]) -> None:
+    def __init__(
+        self, gm: GraphModule, larger: Mapping[Node, Mapping[Node, torch.Size]], constants: Mapping[Node, Tensor]
+    ) -> None:
         super().__init__(gm)
         self._larger = larger
+        self._constants = constants
+
+    def run_node(self, n: Node) -> Any:
+        return self._constants[n] if n in self._constants else super().run_node(n)
 
     def fetch_args_kwargs_from_env(self, n: Node) -> Any:
         larger = self._larger.get(n, {})
@@ -138,6 +158,17 @@ class _Enlarging(Interpreter):
             return value if size is None else value.expand(size).clone(memory_format=torch.contiguous_format)
 
         return map_arg((n.args, n.kwargs), load)
+
+
+def _steady(gm: GraphModule) -> set[Node]:
+    """The values that depend on the sizes of the inputs and on weights alone."""
+    found, mutations = made_of_sizes(gm.graph), Mutations(gm)
+    for node in gm.graph.nodes:
+        pure = node.op in ("call_function", "call_method") and known(node) and not draws(node, gm)
+        steady = node.op == "get_attr" or (pure and found.issuperset(node.all_input_nodes))
+        if steady and not writes(node, gm) and not mutations.of(node):
+            found.add(node)
+    return found
 
 
 def _lies_oddly(tensor: Tensor) -> bool:

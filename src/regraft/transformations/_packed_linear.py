@@ -1,0 +1,111 @@
+"""A linear layer by whichever product is the fastest here: torch's own, oneDNN's or MKL's with packed weights.
+
+Which it is depends on the processor, the sizes and the number of threads: on one machine MKL's packed product wins, on
+another oneDNN's takes half of its time. So each is timed once for a size, at the first call of that size.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from regraft.transformations import _mkldnn as mkldnn
+from regraft.transformations._activations import Activation
+from regraft.transformations._packed import SIZES, Packed
+
+PLAIN, ONEDNN, MKL = "plain", "onednn", "mkl"
+PREFERENCE = {PLAIN: 0.95, ONEDNN: 1.0, MKL: 1.05}
+"""The times are multiplied by this: a plain product needs no copy of the weight, oneDNN's one, MKL's one per size."""
+ROUNDS = 4
+"""How often each way is timed; its shortest time counts, since what disturbs only ever adds to it."""
+PACKS = 2
+"""So many copies of a weight are kept that are packed by MKL, each for one number of rows."""
+
+_RANKED: dict[Any, tuple[str, ...]] = {}
+
+
+class PackedLinear(Packed, nn.Linear):
+    """`activation(x W^T + b)`."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """`input` is (..., in_features)."""
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        if weight is None or not mkldnn.usable(input, weight, bias) or input.ndim < 2 or not input.numel():
+            return self.activation.plain(F.linear(input, self.weight, self.bias))
+        packs, rows = self._fresh(weight), input.numel() // weight.shape[1]
+        way, packed = packs.get(rows) or self._choose(input, weight, bias, packs, rows)
+        return _compute(way, packed, input, weight, bias, rows, self.activation)
+
+    def _choose(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, packs: dict[Any, Any], rows: int
+    ) -> tuple[str, Tensor | None]:
+        """How to compute this call, and with what."""
+        again, self._copies.rows = self._copies.rows == rows, rows
+        way = ranked(x, weight, bias, rows, self.activation)[0]
+        if way == MKL and not again:  # it packs for one number of rows: one that comes twice running is worth it
+            return (ONEDNN, packs[ONEDNN]) if ONEDNN in packs else (PLAIN, None)
+        if len(packs) >= SIZES:
+            packs.clear()
+        by_mkl = [key for key in packs if key != ONEDNN and packs[key][0] == MKL]
+        if way == MKL and len(by_mkl) >= PACKS:
+            del packs[by_mkl[0]]
+        if way == ONEDNN and ONEDNN not in packs:  # in the one layout for any number of rows
+            packs[ONEDNN] = mkldnn.pack_linear(weight)
+        packs[rows] = way, packs[ONEDNN] if way == ONEDNN else _pack(way, weight, rows)
+        entry: tuple[str, Tensor | None] = packs[rows]
+        return entry
+
+
+def ranked(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, activation: Activation) -> tuple[str, ...]:
+    """The ways to compute a layer, the fastest first, as timed at the first call of about so many rows.
+
+    Args:
+        x: (..., in_features).
+        weight: (out_features, in_features).
+        bias: (out_features,), or None.
+        rows: Of how many rows `x` is.
+        activation: What follows.
+    """
+    size = (rows - 1).bit_length(), weight.shape, weight.dtype, bias is not None, activation, torch.get_num_threads()
+    if size not in _RANKED:
+        ways = [PLAIN]
+        ways += [ONEDNN] if mkldnn.works(mkldnn.LINEAR, weight.dtype, activation) else []
+        ways += [MKL] if mkldnn.works(mkldnn.MKL, weight.dtype) else []
+        packs = {way: _pack(way, weight, rows) for way in ways}
+        times = {way: seconds(_computing(way, packs[way], x, weight, bias, rows, activation)) for way in ways}
+        _RANKED[size] = tuple(sorted(ways, key=lambda way: times[way] * PREFERENCE[way]))
+    return _RANKED[size]
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """The shortest time of a call, in seconds."""
+    times = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _computing(*arguments: Any) -> Callable[[], Tensor]:
+    return lambda: _compute(*arguments)
+
+
+def _pack(way: str, weight: Tensor, rows: int) -> Tensor | None:
+    if way == PLAIN:
+        return None
+    return mkldnn.pack_linear(weight) if way == ONEDNN else mkldnn.pack_sgemm(weight, rows)
+
+
+def _compute(
+    way: str, packed: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, activation: Activation
+) -> Tensor:
+    if way == ONEDNN:
+        return mkldnn.linear(x, packed, bias, activation)
+    product = mkldnn.sgemm(x, packed, weight, bias, rows) if way == MKL else F.linear(x, weight, bias)
+    return activation.write(product)
