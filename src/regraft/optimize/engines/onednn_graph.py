@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 from regraft.core.errors import NotCovered
 from regraft.core.flow import draws, known
 from regraft.core.modules import graph_modules
-from regraft.core.mutation import Mutations, writes
+from regraft.core.mutation import Mutations, may_alias, writes
 from regraft.core.values import made_of_sizes
 from regraft.optimize.engines.flat import Flat, Run, Tensors
 
@@ -163,12 +163,21 @@ class _Prepared(Interpreter):
 def _steady(gm: GraphModule) -> set[Node]:
     """The values that depend on the sizes of the inputs and on weights alone."""
     found, mutations = made_of_sizes(gm.graph), Mutations(gm)
+    written = {node: writes(node, gm) for node in gm.graph.nodes}
+    # what writes into a new value that nothing else reads might as well make another
+    renewing = {node for node, values in written.items() if values and all(_only_read_by(v, node, gm) for v in values)}
     for node in gm.graph.nodes:
-        pure = node.op in ("call_function", "call_method") and known(node) and not draws(node, gm)
-        steady = node.op == "get_attr" or (pure and found.issuperset(node.all_input_nodes))
-        if steady and not writes(node, gm) and not mutations.of(node):
+        pure = node.op in ("call_function", "call_method") and (node in renewing or (known(node) and not written[node]))
+        steady = pure and not draws(node, gm) and found.issuperset(node.all_input_nodes)
+        if (node.op == "get_attr" or steady) and renewing.issuperset(mutations.of(node)):
             found.add(node)
+    for node in renewing - found:
+        found.difference_update(written[node])
     return found
+
+
+def _only_read_by(value: Node, reader: Node, gm: GraphModule) -> bool:
+    return list(value.users) == [reader] and value.op == "call_function" and not may_alias(value, gm)
 
 
 def _lies_oddly(tensor: Tensor) -> bool:
