@@ -10,6 +10,7 @@ from models import decoder, every_engine, heads, ids, image
 
 import regraft as rg
 from regraft.dropin import Entry, grafts_of
+from regraft.optimize import subjects
 from regraft.optimize.engines import ENGINES, choosing
 from regraft.optimize.engines.flat import Engine, Flat
 from regraft.optimize.subjects import Graph
@@ -274,7 +275,7 @@ def test_torch_tries_what_comes_with_it(engine: str, keep: str, tried: list[str]
 def test_torch_tries_nothing_that_takes_much_memory(monkeypatch) -> None:
     size = sum(weight.nbytes for weight in heads().parameters())
     for limit, tried in ((size, False), (size - 1, True)):
-        monkeypatch.setattr(choosing, "LARGE", limit)
+        monkeypatch.setattr(subjects, "LARGE", limit)
         found = rg.optimize(heads(), kwargs={"x": image()}, transformations=[], seconds=0.01).graphs[0].engine
         assert ("not tried unasked" in str(found)) is tried
     found = rg.optimize(heads(), kwargs={"x": image()}, engine="onednn", transformations=[], seconds=0.01).graphs[0]

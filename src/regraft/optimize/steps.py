@@ -21,9 +21,6 @@ from regraft.verify import Comparison, Verification, compare_speed
 
 logger = logging.getLogger("regraft")
 
-LARGE = 2 << 30
-"""Bytes of weights beyond which nothing is done unasked that takes room for the weights once more."""
-
 
 @dataclass(frozen=True)
 class StepResult:
@@ -76,26 +73,26 @@ class Stepper:
         self._captured = copy.copy(graph.gm)
         self._taken: list[Transformation] = []
         self._undecided: list[int] = []
-        self._packing: Transformation | None = None
+        self._packing: tuple[Transformation, Comparison] | None = None  # what packs, and what it gains
         self._packed: GraphModule | None = None  # the graph as it stands, packed
 
     def anticipate(self, packing: Transformation) -> None:
-        """Measure the steps from now on with packed layers, if those are faster: so they will run in the end.
+        """Measure what packs first, and if it pays, the other steps between packed layers: so they will run in the end.
 
-        What pays between plain layers need not pay between packed ones. A merged layer may be slower than three where
-        it is plain, and faster where it is packed.
+        A merged layer may be slower than three where it is plain, and faster where it is packed.
 
         Args:
             packing: The transformation that packs; it is the last to be taken.
         """
-        if not self._measured or weight_bytes(self.graph.gm) > LARGE:
+        if not self._measured or self.graph.large:
             return
         try:
             packed, records = _applied(packing, copy.copy(self.graph.gm))
-            if any(step.applied for step in records) and self._compared(self.graph.gm, packed).faster:
-                self._packing, self._packed = packing, packed
+            found = self._compared(self.graph.gm, packed) if any(step.applied for step in records) else None
+            if found is not None and found.faster:
+                self._packing, self._packed = (packing, found), packed
         except Exception as error:  # whatever a graph raises that was rewritten wrongly; `take` says so
-            logger.info("%s is not measured with packed layers: %s", self.graph.name, error)
+            logger.info("%s is not measured packed: %s", self.graph.name, error)
 
     def take(self, transformation: Transformation) -> None:
         """Apply one transformation, and take it back where it is slower or fails.
@@ -116,20 +113,22 @@ class Stepper:
             self.graph.gm = made
             self.results.append(replace(result, kept=True, reason='kept unmeasured, as keep="all" asks'))
             return
-        if transformation is self._packing:
-            self._packing = self._packed = None
         packed = None
         try:
-            if self._packing is not None:
-                packed, _ = _applied(self._packing, copy.copy(made))
-            comparison = self._compared(self._packed or before, packed or made)
+            if self._packing is None:
+                comparison = self._compared(before, made)
+            elif transformation is self._packing[0]:
+                comparison, self._packing = self._packing[1], None
+            else:
+                packed, _ = _applied(self._packing[0], copy.copy(made))
+                comparison = self._compared(self._packed or before, packed)
         except Exception as error:  # whatever a graph raises that was rewritten wrongly
             self._restore(made, records)
             failure = f"taken back, it raised {type(error).__name__}: {error}".splitlines()[0]
             self.results.append(replace(result, reason=failure))
             return
         result = replace(result, comparison=comparison)
-        if comparison.slower or not (comparison.faster or self._may_wait()):
+        if comparison.slower or not (comparison.faster or not self.graph.large):
             self._restore(made, records)
             self.results.append(replace(result, reason=f"taken back, {comparison.reason}"))
             return
@@ -137,10 +136,6 @@ class Stepper:
             self._undecided.append(len(self.results))
         self.graph.gm, self._packed = made, packed
         self.results.append(replace(result, kept=True, reason=comparison.reason))
-
-    def _may_wait(self) -> bool:
-        """Whether there is room for one more set of packed weights, which a graph without some steps has of its own."""
-        return weight_bytes(self.graph.gm) <= LARGE
 
     def settle(self) -> None:
         """Judge together, with all other steps there, those that alone made no difference that could be shown.
@@ -218,15 +213,6 @@ class Stepper:
             if step.id in standing:
                 undo(self.graph.gm, step)
         self.results[index] = replace(result, kept=False, reason=reason)
-
-
-def weight_bytes(gm: GraphModule) -> int:
-    """The bytes of all parameters.
-
-    Args:
-        gm: The graph.
-    """
-    return sum(tensor.nbytes for tensor in gm.parameters())
 
 
 def _applied(transformation: Transformation, gm: GraphModule) -> tuple[GraphModule, tuple[Step, ...]]:

@@ -29,6 +29,9 @@ logger = logging.getLogger("regraft")
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
+LARGE = 2 << 30
+"""Bytes of weights beyond which nothing is done unasked that takes room for the weights once more."""
+
 
 @dataclass
 class Graph:
@@ -57,6 +60,11 @@ class Graph:
     def oracle(self) -> Oracle:
         """The original and its float64 copy, made once for all verifications."""
         return Oracle(self.reference, float64=True, seed=0)
+
+    @property
+    def large(self) -> bool:
+        """Whether another copy of the weights, packed say, is too much to be made unasked."""
+        return sum(tensor.nbytes for tensor in self.gm.parameters()) > LARGE
 
     @property
     def cache(self) -> Any:

@@ -19,7 +19,7 @@ from regraft.core.mutation import Mutations
 from regraft.dropin import Entry
 from regraft.optimize.engines.flat import Engine, Flat
 from regraft.optimize.presets import OTHER_KERNELS, PACKING
-from regraft.optimize.steps import LARGE, clock, weight_bytes, worst_sentence
+from regraft.optimize.steps import clock, worst_sentence
 from regraft.optimize.subjects import Graph
 from regraft.verify import Comparison, compare_speed, verify
 
@@ -112,10 +112,9 @@ def adopt_engine(
     comparisons: dict[str, Comparison] = {}
     rewriting: dict[str, Comparison] = {}
     best, taken = 1.0, "torch"
-    size = weight_bytes(graph.gm)
     for name in _names(wanted):
-        if wanted == "torch" and size > LARGE:
-            tried[name] = f"not tried unasked: it would take the {size / 1e9:.1f} GB of the weights once more"
+        if wanted == "torch" and graph.large:
+            tried[name] = "not tried unasked: it would take the gigabytes of the weights once more"
             continue
         engine, remark = None, ""
         if graph.whole is not None:
