@@ -322,6 +322,17 @@ def test_each_way_is_timed_once_for_about_so_many_rows_and_for_each_kind_of_laye
     assert new(layer, 1)
 
 
+def test_nothing_is_timed_where_results_are_to_be_the_same_everywhere(monkeypatch):
+    monkeypatch.setattr(packed_linear, "_RANKED", {})
+    monkeypatch.setattr(packed_linear, "seconds", lambda run: pytest.fail("timed"))
+    layer, x = PackedLinear.of(randomise(nn.Linear(7, 5))), torch.randn(4, 7)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    with torch.no_grad():
+        assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
+        assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
+    assert layer._copies.packs == {4: ("plain", None)}
+
+
 def test_the_ranking_follows_the_clock_and_saves_memory_where_the_times_are_close(monkeypatch):
     if not mkldnn.works(mkldnn.LINEAR, torch.float32) or not mkldnn.works(mkldnn.MKL, torch.float32):
         pytest.skip("a build without one of the ways")

@@ -71,6 +71,8 @@ def ranked(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, activation
         rows: Of how many rows `x` is.
         activation: What follows.
     """
+    if torch.are_deterministic_algorithms_enabled():  # what is the fastest may be another in another process
+        return (PLAIN,)
     size = (rows - 1).bit_length(), weight.shape, weight.dtype, bias is not None, activation, torch.get_num_threads()
     if size not in _RANKED:
         ways = [PLAIN]
