@@ -126,7 +126,7 @@ class _PackedConv(Packed):
         if len(packs) >= SIZES:
             packs.clear()
         packed = self._pack(weight, shape)
-        known = {mkldnn.layout(other): other for other, _ in packs.values()}
+        known = {mkldnn.layout(other): other for other, _ in list(packs.values())}  # other threads may add some
         entry = packs[shape] = (known.get(mkldnn.layout(packed), packed), size)
         return entry
 

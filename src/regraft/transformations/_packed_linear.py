@@ -47,18 +47,20 @@ class PackedLinear(Packed, nn.Linear):
         """How to compute this call, and with what."""
         again, self._copies.rows = self._copies.rows == rows, rows
         way = ranked(x, weight, bias, rows, self.activation)[0]
+        packed: Tensor | None = packs.get(ONEDNN)
         if way == MKL and not again:  # it packs for one number of rows: one that comes twice running is worth it
-            return (ONEDNN, packs[ONEDNN]) if ONEDNN in packs else (PLAIN, None)
+            return (PLAIN, None) if packed is None else (ONEDNN, packed)
+        if way != ONEDNN or packed is None:  # which packs for any number of rows
+            packed = _pack(way, weight, rows)
+        by_mkl = [key for key, found in list(packs.items()) if key != ONEDNN and found[0] == MKL]  # others may add some
         if len(packs) >= SIZES:
             packs.clear()
-        by_mkl = [key for key in packs if key != ONEDNN and packs[key][0] == MKL]
-        if way == MKL and len(by_mkl) >= PACKS:
-            del packs[by_mkl[0]]
-        if way == ONEDNN and ONEDNN not in packs:  # in the one layout for any number of rows
-            packs[ONEDNN] = mkldnn.pack_linear(weight)
-        packs[rows] = way, packs[ONEDNN] if way == ONEDNN else _pack(way, weight, rows)
-        entry: tuple[str, Tensor | None] = packs[rows]
-        return entry
+        elif way == MKL and len(by_mkl) >= PACKS:
+            packs.pop(by_mkl[0], None)
+        if way == ONEDNN:
+            packs[ONEDNN] = packed
+        packs[rows] = way, packed
+        return way, packed
 
 
 def ranked(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, activation: Activation) -> tuple[str, ...]:
