@@ -278,6 +278,7 @@ def test_onednn_packs_a_weight_once_for_all_rows(activation, dtype, monkeypatch)
         packs = gm.get_submodule("0")._copies.packs
         assert packs[rows] == ("onednn", packs["onednn"])
     assert list(packs) == ["onednn", 1, 5, 300]
+    assert packs[1][1] is packs[5][1] is packs[300][1]
 
 
 def test_where_torch_itself_is_fastest_nothing_is_packed(monkeypatch):
@@ -299,8 +300,10 @@ def test_rows_that_do_not_come_back_take_the_weight_that_is_packed_for_any(monke
         calls, real = [], mkldnn.linear
         monkeypatch.setattr(mkldnn, "linear", lambda *given: (calls.append(len(given[0])), real(*given))[1])
         layer(x)
-    assert calls == [300]
-    assert list(layer._copies.packs) == ["onednn", 2]
+        assert calls == [300]
+        assert list(layer._copies.packs) == ["onednn", 2]
+        torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))  # and these come back
+    assert list(layer._copies.packs) == ["onednn", 2, 300]
 
 
 def test_each_way_is_timed_once_for_about_so_many_rows_and_for_each_kind_of_layer(monkeypatch):
