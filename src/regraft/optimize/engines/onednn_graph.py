@@ -7,7 +7,7 @@ only public way to it and is deprecated, so a torch without it says so here, and
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,9 @@ _BROADCASTING = {
 }
 """Operations whose tensors may be of several sizes, by the names of their functions and methods."""
 _IN_PLACE = {name for name in _BROADCASTING if name.endswith("_")} | {"iadd", "isub", "imul", "itruediv"}
+_ADDING = {"addmm", "baddbmm", "addmv", "addbmm"}
+_PRODUCTS = {"linear", "bilinear", "matmul", "mm", "bmm", "mv", "einsum", *_ADDING}
+"""Matrix products; those that add to them have what they add as their first tensor."""
 _CALLS = 3
 """So many calls until a program is what it stays: one is observed, the next is compiled for what was seen."""
 
@@ -72,7 +75,8 @@ class _Apart(nn.Module):
     some of them, and `x * c * c` with a `c` of fewer axes ends the process. Then tensors with an axis of one element
     whose step is not what it would be by itself, as between the heads of a transposed single token. And a layer norm
     that nothing else reads: the other tensor is taken for one of its own. Such tensors become dense ones of their own,
-    constants once and for all when the program is frozen.
+    constants once and for all when the program is frozen. So does a product of a single row: one of 2048 numbers, with
+    another tensor added by the same kernel, writes beyond the end of its result.
 
     Args:
         gm: The graph.
@@ -88,16 +92,19 @@ class _Apart(nn.Module):
         values.run(*sample)
         self.larger = {node: values.to_enlarge(node) for node in gm.graph.nodes if _name(node, gm) in _BROADCASTING}
         self.constants = values.constants
+        self.rows = values.rows
 
     def forward(self, *inputs: Tensor) -> Any:
         """What the graph gives."""
-        return _Prepared(self.gm, self.larger, self.constants).run(*inputs)
+        return _Prepared(self).run(*inputs)
 
 
 class _Values(Interpreter):
     """Runs a graph and notes of every tensor its size, and whether oneDNN Graph goes wrong at where it lies.
 
     Attributes:
+        odd: The tensors that lie oddly.
+        rows: The products of a single row.
         constants: The tensors that depend on sizes and weights alone, as they are in the sample. TorchScript computes
             them otherwise than torch, and where that decides a branch, by much: a distance of 16 falls into T5's bucket
             for 15, because a logarithm that should be 2 is a little less.
@@ -107,6 +114,7 @@ class _Values(Interpreter):
         super().__init__(gm)
         self.sizes: dict[Node, torch.Size] = {}
         self.odd: set[Node] = set()
+        self.rows: set[Node] = set()
         self.constants: dict[Node, Tensor] = {}
         self._steady = _steady(gm)
 
@@ -118,6 +126,10 @@ class _Values(Interpreter):
                 self.constants[n] = result
             if _lies_oddly(result):
                 self.odd.add(n)
+            if _name(n, self.module) in _PRODUCTS and result.shape[-2:-1].numel() == 1:
+                self.rows.add(n)
+                if _name(n, self.module) in _ADDING and n.all_input_nodes[0] not in self._steady:
+                    raise ValueError(f"{n.name} adds a product of one row to what is computed")
         return result
 
     def to_enlarge(self, node: Node) -> dict[Node, torch.Size]:
@@ -138,20 +150,20 @@ class _Values(Interpreter):
 
 
 class _Prepared(Interpreter):
-    """Runs a graph with some of the tensors that its calls are given made larger, and with some results known."""
+    """Runs a graph with some tensors larger than its calls are given them, some results known and some copied."""
 
-    def __init__(
-        self, gm: GraphModule, larger: Mapping[Node, Mapping[Node, torch.Size]], constants: Mapping[Node, Tensor]
-    ) -> None:
-        super().__init__(gm)
-        self._larger = larger
-        self._constants = constants
+    def __init__(self, apart: _Apart) -> None:
+        super().__init__(apart.gm)
+        self._apart = apart
 
     def run_node(self, n: Node) -> Any:
-        return self._constants[n] if n in self._constants else super().run_node(n)
+        if n in self._apart.constants:
+            return self._apart.constants[n]
+        result = super().run_node(n)
+        return result.clone() if n in self._apart.rows else result
 
     def fetch_args_kwargs_from_env(self, n: Node) -> Any:
-        larger = self._larger.get(n, {})
+        larger = self._apart.larger.get(n, {})
 
         def load(argument: Node) -> Any:
             value, size = self.env[argument], larger.get(argument)
@@ -196,7 +208,8 @@ def _lies_oddly(tensor: Tensor) -> bool:
 
 def _name(node: Node, gm: nn.Module) -> str:
     if node.op == "call_module":
-        return "layer_norm" if isinstance(gm.get_submodule(str(node.target)), nn.LayerNorm) else ""
+        module = gm.get_submodule(str(node.target))
+        return "layer_norm" if isinstance(module, nn.LayerNorm) else "linear" if isinstance(module, nn.Linear) else ""
     return str(getattr(node.target, "__name__", node.target)).partition(".")[0]
 
 
