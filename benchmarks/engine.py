@@ -165,8 +165,21 @@ def run(name: str, nodes: int, limit: float) -> str:
     return f"| {' | '.join(row)} |"
 
 
+def walk(nodes: int) -> float:
+    """Seconds per node of a walk that does nothing but look at nodes and weights: what memory alone costs."""
+    gm, _ = build("FuseBiasInLinear", nodes)
+
+    def look() -> None:
+        for node in gm.graph.nodes:
+            _ = node.args, node.meta, len(node.users)
+            if node.op == "call_module":
+                _ = gm.get_submodule(str(node.target)).weight
+
+    return min(seconds(look) for _ in range(max(5, 30_000 // nodes))) / nodes
+
+
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description="time per site of each transformation and of its reversal")
     parser.add_argument("--nodes", type=int, nargs="+", default=[1_000, 10_000, 100_000])
     parser.add_argument("--only", nargs="+", choices=list(BLOCKS), default=list(BLOCKS))
@@ -179,6 +192,9 @@ def main() -> None:
     for name in options.only:
         for nodes in options.nodes:
             print(run(name, nodes, options.limit), flush=True)
+    print("\n| nodes | ns per node of a walk that only looks |\n|---|---|")
+    for nodes in options.nodes:
+        print(f"| {nodes:,} | {walk(nodes) * 1e9:.0f} |", flush=True)
 
 
 if __name__ == "__main__":
