@@ -51,9 +51,10 @@ class InPrecision(TorchDispatchMode):
         return self._convert(result)
 
     def _convert(self, value: Any) -> Any:
-        return pytree.tree_map(self._convert_one, value)
+        return pytree.tree_map(self.convert_one, value)
 
-    def _convert_one(self, value: Any) -> Any:
+    def convert_one(self, value: Any) -> Any:
+        """A tensor or a dtype in the wanted dtype; anything else as it is."""
         if isinstance(value, torch.dtype):
             return target(value, self.dtype)
         if isinstance(value, torch.Tensor) and target(value.dtype, self.dtype) != value.dtype:
@@ -72,8 +73,9 @@ class InFewBits(InPrecision):
         """Run in float64."""
         super().__init__(torch.float64)
 
-    def _convert_one(self, value: Any) -> Any:
-        value = super()._convert_one(value)
+    def convert_one(self, value: Any) -> Any:
+        """As in `InPrecision`, in few bits."""
+        value = super().convert_one(value)
         if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
             return value
         if value.is_complex():
