@@ -360,8 +360,10 @@ def test_moving_and_copying():
     model = randomise(nn.Sequential(nn.Conv2d(4, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 7 * 6, 5)))
     gm = packed(model, IMAGE)
     run(gm, IMAGE)
+    settled = run(gm, IMAGE)[0]  # at the second call of a number of rows, MKL may take over from torch's own product
     for other in (copy.deepcopy(gm), pickle.loads(pickle.dumps(gm)), copy.copy(gm)):
-        assert torch.equal(run(other, IMAGE)[0], run(gm, IMAGE)[0])
+        run(other, IMAGE)
+        assert torch.equal(run(other, IMAGE)[0], settled)
     other = copy.deepcopy(gm).double()
     torch.testing.assert_close(other(IMAGE[0].double()), copy.deepcopy(model).double()(IMAGE[0].double()))
     other = copy.deepcopy(gm).bfloat16()

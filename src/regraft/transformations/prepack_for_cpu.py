@@ -27,9 +27,10 @@ class PrepackForCpu(Rewrite):
     `activation(W x + b + other)` in one call of oneDNN, which finds the weight in the layout that it works in. Between
     convolutions values are channels last; outputs, and views that need it, get back the layout of the capture. A linear
     layer is computed by the fastest of three ways, timed at the first call of about so many rows: torch's own product,
-    oneDNN's packed one, or in float32 MKL's, which packs for one number of rows, one that comes twice running. Another
-    process may round otherwise; `torch.use_deterministic_algorithms(True)` leaves it at torch's own. Of what follows a
-    linear layer only the activation is fused in: oneDNN's addition is many times slower there than torch's.
+    oneDNN's packed one, or in float32 MKL's, which packs for one number of rows, one that comes twice running. So the
+    first of several equal calls may round otherwise than the next, and another process than this one;
+    `torch.use_deterministic_algorithms(True)` leaves it at torch's own. Of what follows a linear layer only the
+    activation is fused in: oneDNN's addition is many times slower there than torch's.
 
     Transposed convolutions are packed over two axes, and others over one to three; in float32 those over one axis only
     with groups, because oneDNN's are no faster else. Every call is right at every size; a new image size packs again,
