@@ -12,7 +12,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 TOOLS  := $(VENV)/.tools
 EXTRAS := hf,report
-TOOL_EXTRAS := onnxruntime,torchao,docs,dev
+TOOL_EXTRAS := onnxruntime,openvino,torchao,docs,dev
 TORCH  := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 # Elsewhere, for the build without CUDA: make TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu" test
 TORCH_ARGS ?=

@@ -66,6 +66,28 @@ def test_an_engine_runs_attention_of_groups_of_queries(name: str) -> None:
         torch.testing.assert_close(result.model(**call), model(**call), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_openvino_computes_in_the_precision_of_the_weights(dtype: torch.dtype, monkeypatch) -> None:
+    available("openvino")
+    import openvino
+
+    given, compile_model = [], openvino.Core.compile_model
+    monkeypatch.setattr(openvino.Core, "compile_model", lambda *args: given.append(args[-1]) or compile_model(*args))
+    model, x = heads().to(dtype), image().to(dtype)
+    result = rg.optimize(model, kwargs={"x": x}, engine="openvino", keep="all", **EXACT)
+    assert result.graphs[0].engine.engine == "openvino", result
+    assert {each["INFERENCE_PRECISION_HINT"] for each in given} == {"f32" if dtype is torch.float32 else "bf16"}
+    entry = grafts_of(result.model).entries[0]
+    called, run = [], entry.engine._run
+    entry.engine._run = lambda inputs: called.append(inputs) or run(inputs)
+    with torch.no_grad():
+        found, expected = result.model(x), copy.deepcopy(model).double()(x.double())
+    assert called
+    assert {each.dtype for each in found} == {dtype}
+    bound = 1e-4 if dtype is torch.float32 else 3e-2
+    assert all(torch.allclose(a.double(), b, atol=bound, rtol=bound) for a, b in zip(found, expected, strict=True))
+
+
 @pytest.mark.slow
 def test_an_engine_decodes_with_a_cache() -> None:
     available("onnxruntime")
