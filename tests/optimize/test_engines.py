@@ -10,7 +10,7 @@ from models import decoder, every_engine, heads, ids, image
 
 import regraft as rg
 from regraft.dropin import Entry, grafts_of
-from regraft.optimize import subjects
+from regraft.optimize import subjects, work
 from regraft.optimize.engines import ENGINES, choosing
 from regraft.optimize.engines.flat import Engine, Flat
 from regraft.optimize.subjects import Graph
@@ -150,6 +150,24 @@ def test_nothing_rewritten_adds_nothing_to_an_engine() -> None:
     available("onnxruntime")
     result = rg.optimize(heads(), kwargs={"x": image()}, engine="onnxruntime", transformations=[], seconds=0.01)
     assert result.graphs[0].engine.rewriting == {}
+
+
+@pytest.mark.parametrize(("name", "pause"), [("onednn", 0.0), ("inductor", 0.0), ("onnxruntime", 0.03)])
+def test_what_has_threads_of_its_own_is_timed_with_pauses(name: str, pause: float, monkeypatch) -> None:
+    available(name)
+    every_engine(monkeypatch, lambda flat: lambda inputs: flat.module(*inputs))
+    pauses = []
+    for module in (choosing, work):
+        compare = module.compare_speed
+        monkeypatch.setattr(
+            module,
+            "compare_speed",
+            lambda *programs, compare=compare, **clock: (
+                pauses.append(clock["pause_seconds"]) or compare(*programs, **clock)
+            ),
+        )
+    rg.optimize(heads(), kwargs={"x": image()}, engine=name, keep="all", **EXACT)
+    assert pauses == [pause] * 3, "the engine, what rewriting adds to it, and the model in the end"
 
 
 def test_auto_takes_the_fastest_that_is_right(monkeypatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from regraft.verify import compare_speed
+from regraft.verify import compare_speed, measure
 from regraft.verify.measure import median_interval
 
 
@@ -63,6 +63,29 @@ def test_the_order_alternates() -> None:
     found = compare(clock, clock.program("a", 0.01), clock.program("b", 0.01), max_pairs=20)
     assert clock.order.endswith("abba" * 5)
     assert found.pairs % 2 == 0
+
+
+def test_a_pause_keeps_the_threads_of_one_program_out_of_the_time_of_the_other(monkeypatch) -> None:
+    for pause, low in ((0.0, 1 / 3), (0.03, 1.0)):
+        clock, waited = Clock(), []
+        plain, spins = clock.program("a", 0.01), clock.program("b", 0.01)
+
+        def slowed(clock=clock, plain=plain) -> None:
+            plain()
+            if clock.order[-2:-1] == "b":  # whose threads spin on
+                clock.now += 0.02
+
+        def wait(seconds: float, clock=clock, waited=waited) -> None:
+            clock.order += "."
+            waited.append(seconds)
+
+        monkeypatch.setattr(measure.time, "sleep", wait)
+        found = compare(clock, slowed, spins, max_pairs=20, pause_seconds=pause)
+        assert found.low == pytest.approx(low, rel=0.05)  # half of the plain program's blocks come after the other's
+        assert set(waited) == ({pause} if pause else set())
+        assert clock.order.endswith(".aa.bb.bb.aa" if pause else "abba")
+    with pytest.raises(ValueError, match="pause_seconds is -1"):
+        compare(clock, plain, spins, pause_seconds=-1)
 
 
 def test_pairs_and_repeats_are_bounded() -> None:

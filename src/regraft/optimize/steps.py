@@ -239,13 +239,15 @@ def _without_remarks() -> Iterator[None]:
         logger.removeFilter(remark)
 
 
-def clock(seconds: float) -> dict[str, Any]:
+def clock(seconds: float, pause: float = 0.0) -> dict[str, Any]:
     """The settings of `compare_speed` for a measurement that is to take about so long.
 
     Args:
         seconds: How long.
+        pause: How long to wait before each block, in seconds.
     """
-    return {"min_seconds": seconds, "warmup_seconds": min(0.2, seconds / 5), "block_seconds": min(0.01, seconds / 20)}
+    warmup, block = min(0.2, seconds / 5), min(0.01, seconds / 20)
+    return {"min_seconds": seconds, "warmup_seconds": warmup, "block_seconds": block, "pause_seconds": pause}
 
 
 def _result(name: str, transformation: Transformation, records: Sequence[Step]) -> StepResult:

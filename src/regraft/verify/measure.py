@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,6 +102,7 @@ def compare_speed(
     min_seconds: float = 1.0,
     warmup_seconds: float = 0.2,
     block_seconds: float = 0.01,
+    pause_seconds: float = 0.0,
     max_pairs: int = 200,
     grad: bool = False,
     timer: Callable[[], float] = time.perf_counter,
@@ -111,11 +113,12 @@ def compare_speed(
         baseline: Called without arguments.
         candidate: Likewise.
         min_seconds: Measure for at least this long in all, unless `max_pairs` are reached; at least 12 pairs, or 8 that
-            agree. On a busy
-            machine, where the interval is wider than a tenth of the ratio, for up to twice as long.
+            agree. On a busy machine, where the interval is wider than a tenth of the ratio, for up to twice as long.
         warmup_seconds: Run each for at least this long first, and at least twice (compilers, caches, clocks).
         block_seconds: A block repeats its call until it takes about this long, so that the timer's grain and the
             call's own noise average out.
+        pause_seconds: Before each block, wait for so long, and make one call that is not timed: for programs that have
+            threads of their own, which go on spinning after a call and slow whatever runs next.
         max_pairs: Stop here.
         grad: Time with gradients recorded; by default they are not, as in inference.
         timer: The clock, in seconds.
@@ -125,7 +128,7 @@ def compare_speed(
 
     Raises:
         TypeError: An argument is not callable.
-        ValueError: A limit is not positive.
+        ValueError: A limit is not positive, or the pause is negative.
 
     >>> import torch
     >>> small, large = torch.randn(8, 8), torch.randn(512, 512)
@@ -139,11 +142,14 @@ def compare_speed(
     for name, limit in (("min_seconds", min_seconds), ("block_seconds", block_seconds), ("max_pairs", max_pairs)):
         if limit <= 0:
             raise ValueError(f"{name} is {limit}, but has to be positive")
+    if pause_seconds < 0:
+        raise ValueError(f"pause_seconds is {pause_seconds}, but cannot be negative")
     with torch.set_grad_enabled(grad):
         # The slower of the two sets the calls per block: the same number for both, so that both average alike.
         slowest = max(_warm(program, warmup_seconds, timer) for program in (baseline, candidate))
         calls = max(1, round(block_seconds / slowest)) if slowest > 0 else 100
-        times = _measure(baseline, candidate, calls, min_seconds, max_pairs, timer)
+        block = partial(_block, calls=calls, pause=pause_seconds, timer=timer)
+        times = _measure(partial(block, baseline), partial(block, candidate), min_seconds, max_pairs, timer)
     ratios = tuple(ours / theirs for theirs, ours in times)
     low, high = median_interval(ratios)
     return Comparison(
@@ -159,9 +165,8 @@ def compare_speed(
 
 
 def _measure(
-    baseline: Callable[[], object],
-    candidate: Callable[[], object],
-    calls: int,
+    baseline: Callable[[], float],
+    candidate: Callable[[], float],
     min_seconds: float,
     max_pairs: int,
     timer: Callable[[], float],
@@ -174,11 +179,11 @@ def _measure(
         # An even number of pairs, so that each program goes first as often as the other.
         while len(times) < max_pairs and (len(times) % 2 or _goes_on(times, timer() - start, min_seconds)):
             if len(times) % 2 == 0:
-                first = _block(baseline, calls, timer)
-                times.append((first, _block(candidate, calls, timer)))
+                first = baseline()
+                times.append((first, candidate()))
             else:
-                first = _block(candidate, calls, timer)
-                times.append((_block(baseline, calls, timer), first))
+                first = candidate()
+                times.append((baseline(), first))
     finally:
         if collecting:
             gc.enable()
@@ -210,7 +215,10 @@ def _warm(program: Callable[[], object], seconds: float, timer: Callable[[], flo
     return fastest
 
 
-def _block(program: Callable[[], object], calls: int, timer: Callable[[], float]) -> float:
+def _block(program: Callable[[], object], calls: int, pause: float, timer: Callable[[], float]) -> float:
+    if pause:
+        time.sleep(pause)
+        program()
     _synchronize()
     start = timer()
     for _ in range(calls):

@@ -32,6 +32,8 @@ ENGINES: dict[str, tuple[str, tuple[str, ...]]] = {
     "onnxruntime": ("onnx_runtime", ("onnx", "onnxscript", "onnxruntime")),
     "openvino": ("open_vino", ("openvino",)),
 }
+#: seconds until the threads of an engine outside of torch no longer spin, which may double the time of what runs next
+PAUSE = 0.03
 #: what is tried where torch itself is to run the graph: what comes with it, and needs neither a compiler nor a package
 OF_TORCH = ("onednn",)
 
@@ -87,6 +89,15 @@ def expect_installed(name: str) -> None:
         raise ImportError(f"engine={name!r} needs {', '.join(missing)}: pip install 'regraft[{name}]'")
 
 
+def pause_after(name: str) -> float:
+    """How long to wait, in seconds, after calls of an engine before anything else is timed.
+
+    Args:
+        name: The engine.
+    """
+    return PAUSE if name in ENGINES and ENGINES[name][1] else 0.0
+
+
 def adopt_engine(
     wanted: str, graph: Graph, entry: Entry, seconds: float, measured: bool, bound: Mapping[str, Any]
 ) -> EngineResult:
@@ -105,8 +116,9 @@ def adopt_engine(
         bound: What the graph itself is held to, where that is not its own error, as `verify` takes it.
     """
 
-    def timed(baseline: Callable[..., Any], candidate: Engine) -> Comparison:
-        return compare_speed(graph.runner(baseline), graph.runner(_by_name(candidate)), **clock(seconds))
+    def timed(name: str, baseline: Callable[..., Any], candidate: Engine) -> Comparison:
+        settings = clock(seconds, pause_after(name))
+        return compare_speed(graph.runner(baseline), graph.runner(_by_name(candidate)), **settings)
 
     tried: dict[str, str] = {}
     comparisons: dict[str, Comparison] = {}
@@ -123,17 +135,17 @@ def adopt_engine(
         engine = engine or _built(name, graph, _without(graph.gm, PACKING), bound, tried)
         if engine is None:
             continue
-        found = timed(graph.gm.forward, engine)
+        found = timed(name, graph.gm.forward, engine)
         tried[name], comparisons[name] = found.reason + remark, found
         # of what is tried unasked, nobody waits to learn what the rewrites add to it
         asked = wanted != "torch" and history(graph.gm)
         alone = _built(name, graph, _without(graph.gm, None), bound, {}) if asked else None
         if alone is not None:
-            added = timed(_by_name(alone), engine)
+            added = timed(name, _by_name(alone), engine)
             rewriting[name] = added
             if added.slower and measured:
                 engine = alone
-                found = timed(graph.gm.forward, engine)
+                found = timed(name, graph.gm.forward, engine)
                 tried[name], comparisons[name] = f"{found.reason}, on the graph as it was captured", found
         wins = found.faster and found.ratio < best
         if wins or (wanted == name and not measured):

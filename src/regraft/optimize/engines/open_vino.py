@@ -27,12 +27,12 @@ def build(flat: Flat) -> Run:
     attention = torch.ops.aten.scaled_dot_product_attention.default
     model = openvino.convert_model(flat.exported().run_decompositions({attention: _with_repeated_keys}))
     rounded = [result.element_type == openvino.Type.bf16 for result in model.outputs]
-    low = any(weight.dtype is torch.bfloat16 for weight in flat.module.state_dict().values())
+    half = any(weight.dtype is torch.bfloat16 for weight in flat.module.state_dict().values())
     settings: dict[str, Any] = {
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_NUM_THREADS": torch.get_num_threads(),
         # its default is bfloat16 where the machine has it, whatever the model is in
-        "INFERENCE_PRECISION_HINT": "bf16" if low else "f32",
+        "INFERENCE_PRECISION_HINT": "bf16" if half else "f32",
     }
     compiled = openvino.Core().compile_model(_in_numpy(model), "CPU", settings)
     local = threading.local()  # a request serves one thread
@@ -42,7 +42,7 @@ def build(flat: Flat) -> Run:
             local.request = compiled.create_infer_request()
         found = local.request.infer([_numpy(tensor) for tensor in inputs], share_inputs=True)
         results = [torch.from_numpy(found[index].copy()) for index in range(len(rounded))]
-        return [result.bfloat16() if low else result for result, low in zip(results, rounded, strict=True)]
+        return [result.bfloat16() if was else result for result, was in zip(results, rounded, strict=True)]
 
     return run
 
