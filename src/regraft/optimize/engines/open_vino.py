@@ -34,35 +34,36 @@ def build(flat: Flat) -> Run:
         # its default is bfloat16 where the machine has it, whatever the model is in
         "INFERENCE_PRECISION_HINT": "bf16" if half else "f32",
     }
-    compiled = openvino.Core().compile_model(_in_numpy(model), "CPU", settings)
+    compiled = openvino.Core().compile_model(model, "CPU", settings)
     local = threading.local()  # a request serves one thread
 
     def run(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         if not hasattr(local, "request"):
             local.request = compiled.create_infer_request()
-        found = local.request.infer([_numpy(tensor) for tensor in inputs], share_inputs=True)
-        results = [torch.from_numpy(found[index].copy()) for index in range(len(rounded))]
-        return [result.bfloat16() if was else result for result, was in zip(results, rounded, strict=True)]
+        given = [_shared(tensor.detach().contiguous()) for tensor in inputs]
+        found = local.request.infer(given, share_inputs=True, share_outputs=True)
+        return [_copied(found[index], low) for index, low in enumerate(rounded)]
 
     return run
 
 
-def _in_numpy(model: Any) -> Any:
-    """The model with float32 for each bfloat16 that it takes or gives, which NumPy does not know."""
+def _shared(tensor: Tensor) -> Any:
+    """The tensor for OpenVINO, in the same memory.
+
+    NumPy knows no bfloat16, and torch would convert it with threads that then slow OpenVINO's.
+    """
+    if tensor.dtype is not torch.bfloat16:
+        return tensor.numpy()
+    from openvino import Tensor as OpenVinoTensor
     from openvino import Type
-    from openvino.preprocess import PrePostProcessor
 
-    outside = PrePostProcessor(model)
-    for ports, at in ((model.inputs, outside.input), (model.outputs, outside.output)):
-        for index, port in enumerate(ports):
-            if port.element_type == Type.bf16:
-                at(index).tensor().set_element_type(Type.f32)
-    return outside.build()
+    return OpenVinoTensor(tensor.view(torch.int16).numpy(), list(tensor.shape), Type.bf16)
 
 
-def _numpy(tensor: Tensor) -> Any:
-    tensor = tensor.detach().contiguous()
-    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
+def _copied(result: Any, low: bool) -> Tensor:
+    """A result of OpenVINO, which uses the memory again; bfloat16 comes as an array of another type of two bytes."""
+    copied = result.copy()
+    return torch.from_numpy(copied.view("int16")).view(torch.bfloat16) if low else torch.from_numpy(copied)
 
 
 def _with_repeated_keys(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **settings: Any) -> Any:
