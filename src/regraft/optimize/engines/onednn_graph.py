@@ -21,7 +21,10 @@ from regraft.core.flow import draws, known
 from regraft.core.modules import graph_modules
 from regraft.core.mutation import Mutations, may_alias, writes
 from regraft.core.values import made_of_sizes
+from regraft.core.vocabulary import ATTENTION, read
 from regraft.optimize.engines.flat import Flat, Run, Tensors
+from regraft.optimize.engines.written_attention import Mask, WrittenAttention
+from regraft.verify.measure import compare_speed
 
 _BROADCASTING = {
     *(name + end for name in ("add", "sub", "mul", "div", "masked_fill") for end in ("", "_")),
@@ -49,14 +52,7 @@ def build(flat: Flat) -> Run:
     """
     sample = tuple(_usual(flat.sample))
     sizes = [tensor.shape for tensor in sample]
-    with warnings.catch_warnings(), torch.no_grad(), _fusing():
-        for remark in (DeprecationWarning, torch.jit.TracerWarning):  # sizes are fixed, so what is traced of them holds
-            warnings.simplefilter("ignore", remark)
-        module = Tensors(_Apart(flat.module, sample))
-        program = torch.jit.freeze(torch.jit.trace(module, sample, check_trace=False))
-        _expect_understood(program)
-        for _ in range(_CALLS):
-            program(*sample)
+    program = _fastest(_Apart(flat.module, sample), sample)
 
     def run(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         if [tensor.shape for tensor in inputs] != sizes:
@@ -66,6 +62,31 @@ def build(flat: Flat) -> Run:
         return results
 
     return run
+
+
+def _fastest(apart: _Apart, sample: tuple[Tensor, ...]) -> torch.jit.ScriptModule:
+    """The program of a graph with its attention as torch's fused call, or written out where that is faster here."""
+    program = _program(apart, sample)
+    if not apart.attentions:
+        return program
+    apart.writes_attention = True
+    try:
+        other = _program(apart, sample)
+    except RuntimeError:  # it cannot fuse what lies in memory as it does here
+        return program
+    found = compare_speed(lambda: program(*sample), lambda: other(*sample), min_seconds=0.3)
+    return other if found.ratio < 1 else program
+
+
+def _program(apart: _Apart, sample: tuple[Tensor, ...]) -> torch.jit.ScriptModule:
+    with warnings.catch_warnings(), torch.no_grad(), _fusing():
+        for remark in (DeprecationWarning, torch.jit.TracerWarning):  # sizes are fixed, so what is traced of them holds
+            warnings.simplefilter("ignore", remark)
+        program: torch.jit.ScriptModule = torch.jit.freeze(torch.jit.trace(Tensors(apart), sample, check_trace=False))
+        _expect_understood(program)
+        for _ in range(_CALLS):
+            program(*sample)
+    return program
 
 
 class _Apart(nn.Module):
@@ -93,6 +114,8 @@ class _Apart(nn.Module):
         self.larger = {node: values.to_enlarge(node) for node in gm.graph.nodes if _name(node, gm) in _BROADCASTING}
         self.constants = values.constants
         self.rows = values.rows
+        self.attentions, self.masks = values.attentions, values.masks
+        self.writes_attention = False
 
     def forward(self, *inputs: Tensor) -> Any:
         """What the graph gives."""
@@ -108,14 +131,19 @@ class _Values(Interpreter):
         constants: The tensors that depend on sizes and weights alone, as they are in the sample. TorchScript computes
             them otherwise than torch, and where that decides a branch, by much: a distance of 16 falls into T5's bucket
             for 15, because a logarithm that should be 2 is a little less.
+        attentions: The calls of fused attention that can be written out, and
+        masks: the masks of those that are the same in each call.
     """
 
     def __init__(self, gm: GraphModule) -> None:
         super().__init__(gm)
+        self.gm = gm
         self.sizes: dict[Node, torch.Size] = {}
         self.odd: set[Node] = set()
         self.rows: set[Node] = set()
         self.constants: dict[Node, Tensor] = {}
+        self.attentions: dict[Node, WrittenAttention] = {}
+        self.masks: dict[Any, Mask] = {}
         self._steady = _steady(gm)
 
     def run_node(self, n: Node) -> Any:
@@ -130,7 +158,18 @@ class _Values(Interpreter):
                 self.rows.add(n)
                 if _name(n, self.module) in _ADDING and n.all_input_nodes[0] not in self._steady:
                     raise ValueError(f"{n.name} adds a product of one row to what is computed")
+            self._note_attention(n)
         return result
+
+    def _note_attention(self, n: Node) -> None:
+        call = read(n, self.gm)
+        written = WrittenAttention.of(call, self.env) if call is not None and call.operation is ATTENTION else None
+        if written is None:
+            return
+        self.attentions[n] = written
+        mask = written.call["attn_mask"]
+        if written.mask is not None and written.mask not in self.masks and (mask is None or mask in self._steady):
+            self.masks[written.mask] = written.prepared(self.env).known()
 
     def to_enlarge(self, node: Node) -> dict[Node, torch.Size]:
         """The tensors that a call is not to be given as they are, with the size that they become."""
@@ -155,12 +194,21 @@ class _Prepared(Interpreter):
     def __init__(self, apart: _Apart) -> None:
         super().__init__(apart.gm)
         self._apart = apart
+        self._masks = dict(apart.masks)
 
     def run_node(self, n: Node) -> Any:
         if n in self._apart.constants:
             return self._apart.constants[n]
+        if self._apart.writes_attention and n in self._apart.attentions:
+            return self._written_out(self._apart.attentions[n])
         result = super().run_node(n)
         return result.clone() if n in self._apart.rows else result
+
+    def _written_out(self, attention: WrittenAttention) -> Tensor:
+        mask = attention.mask
+        if mask is not None and mask not in self._masks:
+            self._masks[mask] = attention.prepared(self.env)
+        return attention.compute(self.env, self._masks[mask] if mask is not None else None)
 
     def fetch_args_kwargs_from_env(self, n: Node) -> Any:
         larger = self._apart.larger.get(n, {})

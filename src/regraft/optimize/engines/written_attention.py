@@ -1,0 +1,138 @@
+"""Attention written out for oneDNN Graph, which makes one kernel of the products and the softmax.
+
+That kernel may take half the time of torch's fused call. Everything is computed in float32, whatever the type of the
+model: in bfloat16 oneDNN Graph would round the scores before the softmax, which the fused call does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from regraft.core.vocabulary import Call
+
+_AT_ONCE = 1 << 22
+"""So many scores at a time, 16 MB of them: more would leave the caches between one product and the next."""
+_PARTS = 16
+"""Into so many parts a call is taken apart at most, and into a quarter of them where a mask is as large as they are."""
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What a mask is to attention that is written out.
+
+    Args:
+        added: What is added to the scores, dense and of their size, for each part of the rows.
+        blind: The rows that see no key, whose result is zero, as booleans of the result's size; None where all see one.
+    """
+
+    added: tuple[Tensor, ...]
+    blind: Tensor | None
+
+    def known(self) -> Mask:
+        """The same, of a mask whose values are always these."""
+        return self if self.blind is not None and bool(self.blind.any()) else Mask(self.added, None)
+
+
+@dataclass(frozen=True)
+class WrittenAttention:
+    """A call of fused attention, to be written out for tensors of certain sizes.
+
+    Args:
+        call: The call.
+        sizes: Those of the scores: batch, heads, queries and keys.
+        width: That of the values.
+        scale: What the products are multiplied by.
+    """
+
+    call: Call
+    sizes: tuple[int, int, int, int]
+    width: int
+    scale: float
+
+    @staticmethod
+    def of(call: Call, env: Mapping[Node, Any]) -> WrittenAttention | None:
+        """A call, to be written out; None where it has to stay as it is.
+
+        Args:
+            call: The call.
+            env: The values of the nodes in the sample.
+        """
+        query, key, value = tensors = [env[call[name]] for name in ("input", "key", "value")]
+        if any(isinstance(call[name], Node) for name in ("dropout_p", "is_causal", "scale", "enable_gqa")):
+            return None
+        mask = call["attn_mask"]
+        if call["dropout_p"] or (mask is not None and not isinstance(env[mask], Tensor)):
+            return None
+        if any(t.ndim != 4 or t.dtype not in _DTYPES or len(t) != len(query) for t in tensors):
+            return None
+        if not call["enable_gqa"] and any(t.shape[1] != query.shape[1] for t in tensors):
+            return None
+        scale = query.shape[3] ** -0.5 if call["scale"] is None else call["scale"]
+        written = WrittenAttention(call, (*query.shape[:3], key.shape[2]), value.shape[3], scale)
+        return written if written.possible else None
+
+    @property
+    def possible(self) -> bool:
+        """Whether oneDNN Graph has a form for it, in as much memory as it may take."""
+        rows, keys, number = *self.sizes[2:], len(self.parts)
+        # A product of a single row is none of matrices, at which oneDNN Graph has gone wrong before, and without a
+        # scale, or with a scale of 1, attention cannot be compiled.
+        fits = min(keys, self.width) > 1 and rows >= 2 * number and self.scale != 1
+        return fits and number <= (_PARTS if self.mask is None else _PARTS // 4)
+
+    @property
+    def parts(self) -> list[slice]:
+        """The rows that are computed together."""
+        rows, number = self.sizes[2], max(1, math.ceil(math.prod(self.sizes) / _AT_ONCE))
+        bounds = [rows * part // number for part in range(number + 1)]
+        return [slice(first, last) for first, last in pairwise(bounds)]
+
+    @property
+    def mask(self) -> tuple[Node | None, tuple[int, ...], int] | None:
+        """What tells its mask from those of other calls: the node, none for the causal mask, and the sizes."""
+        node = self.call["attn_mask"]
+        return (node, self.sizes, self.width) if node is not None or self.call["is_causal"] else None
+
+    def prepared(self, env: Mapping[Node, Any]) -> Mask:
+        """What is made of its mask: of booleans, false where a key is hidden, or of numbers to add.
+
+        Args:
+            env: The values of the nodes.
+        """
+        causal = self.call["is_causal"]
+        mask = torch.ones(self.sizes[2:], dtype=torch.bool).tril() if causal else env[self.call["attn_mask"]]
+        number = mask.float() if mask.is_floating_point() else torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
+        whole = number.expand(self.sizes)
+        added = tuple(whole[:, :, rows].clone(memory_format=torch.contiguous_format) for rows in self.parts)
+        blind = (number == -math.inf).all(-1, keepdim=True).expand(*self.sizes[:3], self.width)
+        return Mask(added, blind.clone(memory_format=torch.contiguous_format))
+
+    def compute(self, env: Mapping[Node, Any], mask: Mask | None) -> Tensor:
+        """What the fused call gives, in memory as that leaves it.
+
+        Args:
+            env: The values of the nodes.
+            mask: What `prepared` gave.
+        """
+        query, key, value = (env[self.call[name]] for name in ("input", "key", "value"))
+        dtype, heads = query.dtype, self.sizes[1]
+        query, key, value = (tensor.float() for tensor in (query, key, value))
+        key, value = (t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], 1) for t in (key, value))
+        results: list[Tensor] = []
+        for part, rows in enumerate(self.parts):
+            scores = torch.matmul(query[:, :, rows], key.transpose(2, 3)) * self.scale
+            scores = scores if mask is None else scores + mask.added[part]
+            results.append(torch.matmul(scores.softmax(-1), value))
+        result = results[0] if len(results) == 1 else torch.cat(results, 2)
+        if mask is not None and mask.blind is not None:
+            result = result.masked_fill(mask.blind, 0.0)
+        return result.to(dtype).transpose(1, 2).contiguous().transpose(1, 2)

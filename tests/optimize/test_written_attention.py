@@ -1,0 +1,307 @@
+"""Attention that is written out for oneDNN Graph gives what the fused call gives, wherever it is taken."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import symbolic_trace
+from torch.nn import functional as F
+
+from regraft.optimize.engines import onednn_graph, written_attention
+
+BATCH, HEADS, ROWS, KEYS, WIDTH = 2, 4, 5, 7, 6
+
+
+class Attention(nn.Module):
+    """Attention between layers, with the settings of the fused call."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, heads: int = HEADS, twice: bool = False, **settings: Any):
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = ((HEADS, 9), (heads, 9), (heads, 9))
+        self.layers = nn.ModuleList(nn.Linear(width, number * WIDTH, dtype=dtype) for number, width in sizes)
+        self.out = nn.Linear(HEADS * WIDTH, 9, dtype=dtype)
+        self.settings, self.twice = settings, twice
+        self.kept = torch.randn(ROWS, KEYS).to(dtype)
+
+    def forward(self, x: Tensor, y: Tensor, mask: Tensor | None = None) -> Tensor:
+        for _ in range(1 + self.twice):
+            x = self.attend(x, y, mask)
+        return x
+
+    def attend(self, x: Tensor, y: Tensor, mask: Tensor | None) -> Tensor:
+        q, k, v = (
+            layer(t).reshape(BATCH, -1, layer.out_features // WIDTH, WIDTH).transpose(1, 2)
+            for layer, t in zip(self.layers, (x, y, y), strict=True)
+        )
+        given = dict(self.settings)
+        given["attn_mask"] = self.kept.to(q.dtype) if given.pop("kept", False) else mask
+        result = F.scaled_dot_product_attention(q, k, v, **given)
+        return self.out(result.transpose(1, 2).reshape(BATCH, -1, HEADS * WIDTH)) + x
+
+
+def mask_of(kind: str, dtype: torch.dtype = torch.float32, seed: int = 1) -> Tensor | None:
+    random = torch.Generator().manual_seed(seed)
+    sizes = (BATCH, 1, ROWS, KEYS)
+    seen = torch.rand(sizes, generator=random) > 0.4
+    seen[..., seed] = True
+    number = torch.randn(sizes, generator=random)
+    masks = {
+        "none": None,
+        "float": number.to(dtype),
+        "of each head": torch.randn(BATCH, HEADS, ROWS, KEYS, generator=random).to(dtype),
+        "of rows and keys": torch.randn(ROWS, KEYS, generator=random).to(dtype),
+        "bool": seen,
+        "of keys": seen[:, :, :1],
+        "infinite": number.masked_fill(~seen, -math.inf).to(dtype),
+        "lowest": number.masked_fill(~seen, torch.finfo(dtype).min).to(dtype),
+        "blind rows": seen & (torch.arange(ROWS) != 3)[:, None],
+        "blind rows of numbers": number.masked_fill((torch.arange(ROWS) == 3)[:, None], -math.inf).to(dtype),
+        "nothing seen": torch.zeros(sizes, dtype=torch.bool),
+        "nothing or little seen": torch.tensor([-math.inf, torch.finfo(dtype).min] * 4).to(dtype)[:KEYS].expand(sizes),
+    }
+    return masks[kind]
+
+
+MASKS = (
+    *("none", "float", "of each head", "of rows and keys", "bool", "of keys", "infinite", "lowest", "blind rows"),
+    *("blind rows of numbers", "nothing seen", "nothing or little seen"),
+)
+
+
+def inputs(dtype: torch.dtype = torch.float32, seed: int = 1) -> list[Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return [3 * torch.randn(BATCH, rows, 9, generator=random).to(dtype) for rows in (ROWS, KEYS)]
+
+
+def written(module: nn.Module, sample: list[Tensor]) -> tuple[Any, onednn_graph._Apart]:
+    """The program with attention written out, and what it was made of."""
+    with torch.no_grad():
+        apart = onednn_graph._Apart(graph(module, len(sample)), sample)
+        apart.writes_attention = True
+        program = onednn_graph._program(apart, tuple(sample))
+    assert apart.attentions
+    assert not fused(program)
+    return lambda given: program(*given)[0], apart
+
+
+def graph(module: nn.Module, arguments: int = 2) -> torch.fx.GraphModule:
+    return symbolic_trace(module, None if arguments == 3 else {"mask": None})
+
+
+def fused(program: Any) -> bool:
+    return "scaled_dot_product_attention" in str(program.graph)
+
+
+def off(value: Tensor, exact: Tensor) -> float:
+    assert value.isfinite().all()
+    return float((value.double() - exact).abs().max() / exact.abs().max())
+
+
+def expect_right(run: Any, module: Attention, given: list[Tensor]) -> None:
+    """No further off a float64 run than the fused call is, by more than rounding."""
+    doubles = [t.double() if t.is_floating_point() else t for t in given]
+    plain, found = module(*given), run(given)
+    twin = Attention(torch.float64, module.layers[1].out_features // WIDTH, module.twice, **module.settings)
+    twin.load_state_dict({name: value.double() for name, value in module.state_dict().items()})
+    twin.kept = module.kept.double()
+    exact = twin(*doubles)
+    assert found.dtype is plain.dtype
+    assert found.stride() == plain.stride()
+    assert off(found, exact) <= 2 * off(plain, exact) + 4 * torch.finfo(plain.dtype).eps
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_with_any_mask(kind: str, dtype: torch.dtype) -> None:
+    module = Attention(dtype)
+    run, apart = written(module, [*inputs(dtype), *([] if kind == "none" else [mask_of(kind, dtype)])])
+    assert not apart.masks  # another call may have another
+    for seed in (1, 2):
+        mask = mask_of(kind, dtype, seed)
+        expect_right(run, module, [*inputs(dtype, seed), *([] if mask is None else [mask])])
+
+
+@torch.no_grad()
+def test_a_mask_may_hide_other_keys_than_in_the_sample() -> None:
+    module = Attention()
+    run, _ = written(module, [*inputs(), mask_of("bool")])
+    expect_right(run, module, [*inputs(), mask_of("nothing seen")])
+    expect_right(run, module, [*inputs(), mask_of("blind rows")])
+    blind = written(module, [*inputs(), mask_of("nothing seen")])[0]
+    expect_right(blind, module, [*inputs(), mask_of("bool")])
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "a scale": {"scale": 0.7},
+    "a negative scale": {"scale": -0.2},
+    "causal": {"is_causal": True},
+    "heads in groups": {"heads": 2, "enable_gqa": True},
+    "one key for all heads": {"heads": 1, "enable_gqa": True, "is_causal": True},
+    "a mask of its own": {"kept": True},
+    "twice": {"twice": True, "is_causal": True, "scale": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("number", [1, 2])
+@torch.no_grad()
+def test_with_any_setting(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one part, and in several."""
+    monkeypatch.setattr(written_attention, "_AT_ONCE", BATCH * HEADS * ROWS * KEYS // number)
+    module = Attention(**SETTINGS[name])
+    run, apart = written(module, inputs())
+    assert all(len(attention.parts) == number for attention in apart.attentions.values())
+    for seed in (1, 2):
+        expect_right(run, module, inputs(seed=seed))
+
+
+@torch.no_grad()
+def test_masks_that_are_always_the_same_are_made_once() -> None:
+    _, apart = written(Attention(**SETTINGS["twice"]), inputs())
+    assert len(apart.attentions) == 2
+    assert [mask.blind for mask in apart.masks.values()] == [None]
+    kept = Attention(kept=True)
+    kept.kept = mask_of("blind rows of numbers")
+    run, apart = written(kept, inputs())
+    assert [mask.blind is None for mask in apart.masks.values()] == [False]
+    torch.testing.assert_close(run(inputs()), kept(*inputs()))
+
+
+class Plain(nn.Module):
+    """Attention alone."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.settings = settings
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, **self.settings)
+
+
+def heads(rows: int, width: int = 4, **settings: Any) -> Tensor:
+    return torch.randn(2, 3, rows, width, **settings)
+
+
+HALF, DOUBLE = {"dtype": torch.float16}, {"dtype": torch.float64}
+LEFT: dict[str, tuple[dict[str, Any], list[Tensor]]] = {
+    "nothing is drawn": ({"dropout_p": 0.5}, [heads(5)] * 3),
+    "no scale": ({"scale": 1.0}, [heads(5)] * 3),
+    "a single row": ({}, [heads(1), heads(5), heads(5)]),
+    "a single key": ({}, [heads(5), heads(1), heads(1)]),
+    "a width of one": ({}, [heads(5), heads(5), heads(5, 1)]),
+    "three axes": ({}, [heads(5)[0]] * 3),
+    "float16": ({}, [heads(5, **HALF)] * 3),
+    "float64": ({}, [heads(5, **DOUBLE)] * 3),
+    "one batch for all": ({}, [heads(5), heads(5)[:1], heads(5)[:1]]),
+    "one head for all": ({}, [heads(5), heads(5)[:, :1], heads(5)[:, :1]]),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+@torch.no_grad()
+def test_what_stays_the_fused_call(name: str) -> None:
+    settings, sample = LEFT[name]
+    assert not onednn_graph._Apart(symbolic_trace(Plain(**settings)), sample).attentions
+
+
+@torch.no_grad()
+def test_large_calls_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attentions(rows: int, parts: int, **settings: Any) -> int:
+        monkeypatch.setattr(written_attention, "_AT_ONCE", math.ceil(2 * 3 * rows * 40 / parts))
+        graph = symbolic_trace(Plain(**settings))
+        return len(onednn_graph._Apart(graph, [heads(rows), heads(40), heads(40)]).attentions)
+
+    assert attentions(40, 16) == 1
+    assert attentions(40, 17) == 0
+    assert attentions(40, 4, is_causal=True) == 1  # a mask takes the memory of the scores
+    assert attentions(40, 5, is_causal=True) == 0
+    assert attentions(8, 4) == 1
+    assert attentions(7, 4) == 0  # parts of single rows
+
+
+@pytest.mark.parametrize("ratio", [0.9, 1.1])
+@torch.no_grad()
+def test_the_faster_is_taken(ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[Any] = []
+
+    def compare(baseline: Any, candidate: Any, **_: Any) -> Any:
+        timed.extend((baseline(), candidate()))
+        return SimpleNamespace(ratio=ratio)
+
+    monkeypatch.setattr(onednn_graph, "compare_speed", compare)
+    sample = tuple(inputs())
+    program = onednn_graph._fastest(onednn_graph._Apart(graph(Attention()), sample), sample)
+    assert fused(program) == (ratio > 1)
+    torch.testing.assert_close(*timed)
+
+
+@torch.no_grad()
+def test_where_it_cannot_be_written_out_the_fused_call_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Tensor:
+        raise RuntimeError("partition compile failed")
+
+    monkeypatch.setattr(written_attention.WrittenAttention, "compute", refuse)
+    sample = tuple(inputs())
+    program = onednn_graph._fastest(onednn_graph._Apart(graph(Attention()), sample), sample)
+    assert fused(program)
+    torch.testing.assert_close(program(*sample)[0], Attention()(*sample))
+
+
+@torch.no_grad()
+def test_without_attention_there_is_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn_graph, "compare_speed", None)
+    sample = (torch.randn(3, 9),)
+    assert onednn_graph._fastest(onednn_graph._Apart(symbolic_trace(nn.Linear(9, 4)), sample), sample) is not None
+
+
+class TwoMasks(nn.Module):
+    """Attention with one mask, and with another, and with the first again."""
+
+    def forward(self, x: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        for mask in (one, other, one):
+            x = x + F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+        return x
+
+
+@torch.no_grad()
+def test_each_mask_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[Tensor, ...]] = []
+    prepared = written_attention.WrittenAttention.prepared
+
+    def noting(self: written_attention.WrittenAttention, env: Any) -> written_attention.Mask:
+        mask = prepared(self, env)
+        made.append(mask.added)
+        return mask
+
+    monkeypatch.setattr(written_attention.WrittenAttention, "prepared", noting)
+    sample = [heads(5), torch.rand(5, 5) > 0.5, torch.randn(5, 1)]
+    run, _ = written(TwoMasks(), sample)
+    assert len(made) == 2
+    assert all(part.shape == (2, 3, 5, 5) and part.is_contiguous() for added in made for part in added)
+    torch.testing.assert_close(run(sample), TwoMasks()(*sample))
+
+
+@torch.no_grad()
+def test_the_result_lies_as_that_of_the_fused_call() -> None:
+    sample = [torch.randn(2, rows, 3, 4).transpose(1, 2) for rows in (5, 6, 6)]
+    found, expected = written(Plain(), sample)[0](sample), Plain()(*sample)
+    assert found.stride() == expected.stride() != expected.contiguous().stride()
+
+
+@torch.no_grad()
+def test_no_batch_at_all() -> None:
+    sample = [heads(5)[:0]] * 3
+    apart = onednn_graph._Apart(symbolic_trace(Plain()), sample)
+    assert [len(attention.parts) for attention in apart.attentions.values()] == [1]
+
+
+@torch.no_grad()
+def test_a_mask_that_may_be_none() -> None:
+    assert not onednn_graph._Apart(symbolic_trace(Attention()), inputs()).attentions
