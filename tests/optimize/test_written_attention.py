@@ -141,6 +141,8 @@ def test_a_mask_may_hide_other_keys_than_in_the_sample() -> None:
 SETTINGS: dict[str, dict[str, Any]] = {
     "a scale": {"scale": 0.7},
     "a negative scale": {"scale": -0.2},
+    "no scale": {"scale": 1.0},
+    "no scale, a mask": {"scale": 1.0, "kept": True},
     "causal": {"is_causal": True},
     "heads in groups": {"heads": 2, "enable_gqa": True},
     "one key for all heads": {"heads": 1, "enable_gqa": True, "is_causal": True},
@@ -192,7 +194,6 @@ def heads(rows: int, width: int = 4, **settings: Any) -> Tensor:
 HALF, DOUBLE = {"dtype": torch.float16}, {"dtype": torch.float64}
 LEFT: dict[str, tuple[dict[str, Any], list[Tensor]]] = {
     "nothing is drawn": ({"dropout_p": 0.5}, [heads(5)] * 3),
-    "no scale": ({"scale": 1.0}, [heads(5)] * 3),
     "a single row": ({}, [heads(1), heads(5), heads(5)]),
     "a single key": ({}, [heads(5), heads(1), heads(1)]),
     "a width of one": ({}, [heads(5), heads(5), heads(5, 1)]),

@@ -84,9 +84,8 @@ class WrittenAttention:
     def possible(self) -> bool:
         """Whether oneDNN Graph has a form for it, in as much memory as it may take."""
         rows, keys, number = *self.sizes[2:], len(self.parts)
-        # A product of a single row is none of matrices, at which oneDNN Graph has gone wrong before, and without a
-        # scale, or with a scale of 1, attention cannot be compiled.
-        fits = min(keys, self.width) > 1 and rows >= 2 * number and self.scale != 1
+        # a product of a single row is none of matrices, at which oneDNN Graph has gone wrong before
+        fits = min(keys, self.width) > 1 and rows >= 2 * number
         return fits and number <= (_PARTS if self.mask is None else _PARTS // 4)
 
     @property
@@ -126,10 +125,13 @@ class WrittenAttention:
         query, key, value = (env[self.call[name]] for name in ("input", "key", "value"))
         dtype, heads = query.dtype, self.sizes[1]
         query, key, value = (tensor.float() for tensor in (query, key, value))
+        scale = self.scale
+        if scale == 1:  # a product with 1 is left out, and what oneDNN Graph compiles as attention has a scale
+            query, scale = query * 0.5, 2.0
         key, value = (t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], 1) for t in (key, value))
         results: list[Tensor] = []
         for part, rows in enumerate(self.parts):
-            scores = torch.matmul(query[:, :, rows], key.transpose(2, 3)) * self.scale
+            scores = torch.matmul(query[:, :, rows], key.transpose(2, 3)) * scale
             scores = scores if mask is None else scores + mask.added[part]
             results.append(torch.matmul(scores.softmax(-1), value))
         result = results[0] if len(results) == 1 else torch.cat(results, 2)
