@@ -13,6 +13,7 @@ from torch.fx import symbolic_trace
 from torch.nn import functional as F
 
 from regraft.optimize.engines import onednn_graph, written_attention
+from regraft.optimize.engines.onednn_forms import Forms
 
 BATCH, HEADS, ROWS, KEYS, WIDTH = 2, 4, 5, 7, 6
 
@@ -79,15 +80,15 @@ def inputs(dtype: torch.dtype = torch.float32, seed: int = 1) -> list[Tensor]:
     return [3 * torch.randn(BATCH, rows, 9, generator=random).to(dtype) for rows in (ROWS, KEYS)]
 
 
-def written(module: nn.Module, sample: list[Tensor]) -> tuple[Any, onednn_graph._Apart]:
+def written(module: nn.Module, sample: list[Tensor]) -> tuple[Any, Forms]:
     """The program with attention written out, and what it was made of."""
     with torch.no_grad():
-        apart = onednn_graph._Apart(graph(module, len(sample)), sample)
-        apart.writes_attention = True
-        program = onednn_graph._program(apart, tuple(sample))
-    assert apart.attentions
+        forms = Forms(graph(module, len(sample)), sample)
+        forms.writes_attention = True
+        program = onednn_graph._program(forms, tuple(sample))
+    assert forms.known.attentions
     assert not fused(program)
-    return lambda given: program(*given)[0], apart
+    return lambda given: forms.complete(program(*given, *forms.beside))[0], forms
 
 
 def graph(module: nn.Module, arguments: int = 2) -> torch.fx.GraphModule:
@@ -121,8 +122,8 @@ def expect_right(run: Any, module: Attention, given: list[Tensor]) -> None:
 @torch.no_grad()
 def test_with_any_mask(kind: str, dtype: torch.dtype) -> None:
     module = Attention(dtype)
-    run, apart = written(module, [*inputs(dtype), *([] if kind == "none" else [mask_of(kind, dtype)])])
-    assert not apart.masks  # another call may have another
+    run, forms = written(module, [*inputs(dtype), *([] if kind == "none" else [mask_of(kind, dtype)])])
+    assert not forms.known.masks  # another call may have another
     for seed in (1, 2):
         mask = mask_of(kind, dtype, seed)
         expect_right(run, module, [*inputs(dtype, seed), *([] if mask is None else [mask])])
@@ -158,21 +159,21 @@ def test_with_any_setting(name: str, number: int, monkeypatch: pytest.MonkeyPatc
     """In one part, and in several."""
     monkeypatch.setattr(written_attention, "_AT_ONCE", BATCH * HEADS * ROWS * KEYS // number)
     module = Attention(**SETTINGS[name])
-    run, apart = written(module, inputs())
-    assert all(len(attention.parts) == number for attention in apart.attentions.values())
+    run, forms = written(module, inputs())
+    assert all(len(attention.parts) == number for attention in forms.known.attentions.values())
     for seed in (1, 2):
         expect_right(run, module, inputs(seed=seed))
 
 
 @torch.no_grad()
 def test_masks_that_are_always_the_same_are_made_once() -> None:
-    _, apart = written(Attention(**SETTINGS["twice"]), inputs())
-    assert len(apart.attentions) == 2
-    assert [mask.blind for mask in apart.masks.values()] == [None]
+    _, forms = written(Attention(**SETTINGS["twice"]), inputs())
+    assert len(forms.known.attentions) == 2
+    assert [mask.blind for mask in forms.known.masks.values()] == [None]
     kept = Attention(kept=True)
     kept.kept = mask_of("blind rows of numbers")
-    run, apart = written(kept, inputs())
-    assert [mask.blind is None for mask in apart.masks.values()] == [False]
+    run, forms = written(kept, inputs())
+    assert [mask.blind is None for mask in forms.known.masks.values()] == [False]
     torch.testing.assert_close(run(inputs()), kept(*inputs()))
 
 
@@ -209,7 +210,7 @@ LEFT: dict[str, tuple[dict[str, Any], list[Tensor]]] = {
 @torch.no_grad()
 def test_what_stays_the_fused_call(name: str) -> None:
     settings, sample = LEFT[name]
-    assert not onednn_graph._Apart(symbolic_trace(Plain(**settings)), sample).attentions
+    assert not Forms(symbolic_trace(Plain(**settings)), sample).known.attentions
 
 
 @torch.no_grad()
@@ -217,7 +218,7 @@ def test_large_calls_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     def attentions(rows: int, parts: int, **settings: Any) -> int:
         monkeypatch.setattr(written_attention, "_AT_ONCE", math.ceil(2 * 3 * rows * 40 / parts))
         graph = symbolic_trace(Plain(**settings))
-        return len(onednn_graph._Apart(graph, [heads(rows), heads(40), heads(40)]).attentions)
+        return len(Forms(graph, [heads(rows), heads(40), heads(40)]).known.attentions)
 
     assert attentions(40, 16) == 1
     assert attentions(40, 17) == 0
@@ -238,7 +239,7 @@ def test_the_faster_is_taken(ratio: float, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(onednn_graph, "compare_speed", compare)
     sample = tuple(inputs())
-    program = onednn_graph._fastest(onednn_graph._Apart(graph(Attention()), sample), sample)
+    program = onednn_graph._fastest(Forms(graph(Attention()), sample), sample)
     assert fused(program) == (ratio > 1)
     torch.testing.assert_close(*timed)
 
@@ -250,7 +251,7 @@ def test_where_it_cannot_be_written_out_the_fused_call_stays(monkeypatch: pytest
 
     monkeypatch.setattr(written_attention.WrittenAttention, "compute", refuse)
     sample = tuple(inputs())
-    program = onednn_graph._fastest(onednn_graph._Apart(graph(Attention()), sample), sample)
+    program = onednn_graph._fastest(Forms(graph(Attention()), sample), sample)
     assert fused(program)
     torch.testing.assert_close(program(*sample)[0], Attention()(*sample))
 
@@ -259,7 +260,7 @@ def test_where_it_cannot_be_written_out_the_fused_call_stays(monkeypatch: pytest
 def test_without_attention_there_is_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onednn_graph, "compare_speed", None)
     sample = (torch.randn(3, 9),)
-    assert onednn_graph._fastest(onednn_graph._Apart(symbolic_trace(nn.Linear(9, 4)), sample), sample) is not None
+    assert onednn_graph._fastest(Forms(symbolic_trace(nn.Linear(9, 4)), sample), sample) is not None
 
 
 class TwoMasks(nn.Module):
@@ -299,10 +300,10 @@ def test_the_result_lies_as_that_of_the_fused_call() -> None:
 @torch.no_grad()
 def test_no_batch_at_all() -> None:
     sample = [heads(5)[:0]] * 3
-    apart = onednn_graph._Apart(symbolic_trace(Plain()), sample)
-    assert [len(attention.parts) for attention in apart.attentions.values()] == [1]
+    forms = Forms(symbolic_trace(Plain()), sample)
+    assert [len(attention.parts) for attention in forms.known.attentions.values()] == [1]
 
 
 @torch.no_grad()
 def test_a_mask_that_may_be_none() -> None:
-    assert not onednn_graph._Apart(symbolic_trace(Attention()), inputs()).attentions
+    assert not Forms(symbolic_trace(Attention()), inputs()).known.attentions

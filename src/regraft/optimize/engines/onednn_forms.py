@@ -1,0 +1,273 @@
+"""A graph in the forms that oneDNN Graph has been seen to compute rightly, for inputs of certain sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from regraft.core.flow import draws, known
+from regraft.core.modules import graph_modules
+from regraft.core.mutation import Mutations, may_alias, writes
+from regraft.core.values import made_of_sizes
+from regraft.core.vocabulary import ATTENTION, Call, read
+from regraft.optimize.engines.onednn_spelling import as_linear, joined, respelled
+from regraft.optimize.engines.written_attention import Mask, WrittenAttention
+
+_BROADCASTING = {
+    *(name + end for name in ("add", "sub", "mul", "div", "masked_fill") for end in ("", "_")),
+    *(f"i{name}" for name in ("add", "sub", "mul", "truediv")),
+    *("truediv", "true_divide", "multiply", "subtract", "divide", "rsub", "pow"),
+    *("maximum", "minimum", "max", "min", "where"),
+}
+"""Operations whose tensors may be of several sizes, by the names of their functions and methods."""
+_IN_PLACE = {name for name in _BROADCASTING if name.endswith("_")} | {"iadd", "isub", "imul", "itruediv"}
+_JOINING = {"cat", "concat", "concatenate"}
+_CALLS = ("call_function", "call_method")
+_ADDING = {"addmm", "baddbmm", "addmv", "addbmm"}
+_PRODUCTS = {"linear", "bilinear", "matmul", "mm", "bmm", "mv", "einsum", *_ADDING}
+"""Matrix products; those that add to them have what they add as their first tensor."""
+
+
+class Forms(nn.Module):
+    """A graph without what oneDNN Graph goes wrong at, or has no form for.
+
+    When it fuses an addition, a product or the like, that is tensors that are not of one size, or that have several
+    elements in one place: it reads and writes beyond some of them, and `x * c * c` with a `c` of fewer axes ends the
+    process. Then tensors with an axis of one element whose step is not what it would be by itself, as between the heads
+    of a transposed single token. And a layer norm that nothing else reads: the other tensor is taken for one of its
+    own. Such tensors become dense ones of their own. So does a product of a single row: one of 2048 numbers, with
+    another tensor added by the same kernel, writes beyond the end of its result.
+
+    A constant that is added to a product, or multiplied with it, cannot be compiled, so constants are given beside the
+    inputs. A few calls are spelled otherwise. Results that are the same in each call are no results of a program.
+
+    Args:
+        gm: The graph.
+        sample: Its inputs.
+
+    Attributes:
+        beside: What it is given after its inputs.
+        writes_attention: Whether attention is written out, too.
+    """
+
+    def __init__(self, gm: GraphModule, sample: Sequence[Tensor]) -> None:
+        super().__init__()
+        if len(graph_modules(gm)) > 1:
+            raise ValueError("the graph has graphs inside of it")
+        self.training = False  # of itself alone: the graph's modules are others', too
+        self.gm = gm
+        values = _Values(gm)
+        values.run(*sample)
+        self.known = values
+        self.larger = {node: values.to_enlarge(node) for node in gm.graph.nodes if _name(node, gm) in _BROADCASTING}
+        constants = {(a, size) for larger in self.larger.values() for a, size in larger.items() if a in values.steady}
+        self.places = {constant: place for place, constant in enumerate(constants)}
+        self.beside = [_dense(values.steady[node], size) for node, size in self.places]
+        self.writes_attention = False
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The results that are not the same in each call.
+
+        Args:
+            *inputs: Those of the graph, and `beside`.
+        """
+        given = inputs[: len(inputs) - len(self.beside)]
+        results = _tensors(_Run(self, inputs[len(given) :]).run(*given))
+        return tuple(result for result, known in zip(results, self.known.results) if known is None)
+
+    def complete(self, results: Sequence[Tensor]) -> list[Tensor]:
+        """All results.
+
+        Args:
+            results: Those that are not the same in each call.
+        """
+        others = iter(results)
+        return [next(others) if known is None else known.clone() for known in self.known.results]
+
+
+class _Values(Interpreter):
+    """Runs a graph and notes of every tensor its size, and what oneDNN Graph goes wrong at.
+
+    Attributes:
+        sizes: The size of each tensor.
+        odd: The tensors that lie oddly.
+        rows: The products of a single row.
+        steady: The tensors that depend on sizes and weights alone, as they are in the sample.
+        results: The tensors among the results that are steady, and None for each of the others.
+        respelled: The calls that are spelled otherwise, as functions of the values of the nodes.
+        attentions: The calls of fused attention that can be written out, and
+        masks: the masks of those that are the same in each call.
+    """
+
+    def __init__(self, gm: GraphModule) -> None:
+        super().__init__(gm)
+        self.gm = gm
+        self.sizes: dict[Node, torch.Size] = {}
+        self.odd: set[Node] = set()
+        self.rows: set[Node] = set()
+        self.steady: dict[Node, Tensor] = {}
+        self.results: list[Tensor | None] = []
+        self.respelled: dict[Node, Callable[[Mapping[Node, Any]], Tensor]] = {}
+        self.attentions: dict[Node, WrittenAttention] = {}
+        self.masks: dict[Any, Mask] = {}
+        self._steady = _steady(gm)
+
+    def run_node(self, n: Node) -> Any:
+        result = super().run_node(n)
+        if isinstance(result, Tensor):
+            self._note(n, result)
+        if n.op == "output":
+            kept = {id(self.env[node]) for node in n.all_input_nodes if node in self.steady}
+            self.results = [leaf.detach() if id(leaf) in kept else None for leaf in _tensors(result)]
+        return result
+
+    def _note(self, n: Node, result: Tensor) -> None:
+        self.sizes[n] = result.shape
+        name = _name(n, self.gm)
+        if n in self._steady:
+            self.steady[n] = result.detach()  # it may be a parameter
+        if _lies_oddly(result):
+            self.odd.add(n)
+        if name in _PRODUCTS and result.shape[-2:-1].numel() == 1:
+            self.rows.add(n)
+            if name in _ADDING and n.all_input_nodes[0] not in self._steady:
+                raise ValueError(f"{n.name} adds a product of one row to what is computed")
+        call = read(n, self.gm)
+        other = respelled(call, self.env) if call is not None else None
+        if name in _JOINING:
+            other = joined(n, self.env, result.dtype)
+        if name == "addmm":
+            other = as_linear(n, self.steady)
+        if other is not None:
+            self.respelled[n] = other
+        if call is not None and call.operation is ATTENTION:
+            self._note_attention(n, call)
+
+    def _note_attention(self, n: Node, call: Call) -> None:
+        written = WrittenAttention.of(call, self.env)
+        if written is None:
+            return
+        self.attentions[n] = written
+        mask = written.call["attn_mask"]
+        if written.mask is not None and written.mask not in self.masks and (mask is None or mask in self._steady):
+            self.masks[written.mask] = written.prepared(self.env).known()
+
+    def to_enlarge(self, node: Node) -> dict[Node, torch.Size]:
+        """The tensors that a call is not to be given as they are, with the size that they become."""
+        given = [argument for argument in node.all_input_nodes if argument in self.sizes]
+        size = self.sizes.get(node)
+        if size is None or not given:
+            return {}
+        several = len(given) > 1
+        if _name(node, self.module) in _IN_PLACE:  # what is written to has to stay what it is
+            del given[0]
+        own = self.odd | self.steady.keys()
+        return {a: size for a in given if a in own or (several and (self.sizes[a] != size or self._lonely_norm(a)))}
+
+    def _lonely_norm(self, node: Node) -> bool:
+        return len(node.users) == 1 and _name(node, self.module) == "layer_norm"
+
+
+class _Run(Interpreter):
+    """Runs a graph in its forms.
+
+    Args:
+        forms: The forms.
+        beside: What is given beside the inputs.
+    """
+
+    def __init__(self, forms: Forms, beside: Sequence[Tensor]) -> None:
+        super().__init__(forms.gm)
+        self._forms, self._known, self._beside = forms, forms.known, beside
+        self._masks = dict(self._known.masks)
+
+    def run_node(self, n: Node) -> Any:
+        known = self._known
+        if n in known.steady:
+            # TorchScript computes them otherwise than torch, and where that decides a branch, by much: a distance of 16
+            # falls into T5's bucket for 15, because a logarithm that should be 2 is a little less
+            return known.steady[n]
+        if self._forms.writes_attention and n in known.attentions:
+            return self._written_out(known.attentions[n])
+        result = known.respelled[n](self.env) if n in known.respelled else super().run_node(n)
+        return result.clone() if n in known.rows else result
+
+    def _written_out(self, attention: WrittenAttention) -> Tensor:
+        mask = attention.mask
+        if mask is not None and mask not in self._masks:
+            self._masks[mask] = attention.prepared(self.env)
+        return attention.compute(self.env, self._masks[mask] if mask is not None else None)
+
+    def fetch_args_kwargs_from_env(self, n: Node) -> Any:
+        larger = self._forms.larger.get(n, {})
+
+        def load(argument: Node) -> Any:
+            size = larger.get(argument)
+            if size is None:
+                return self.env[argument]
+            place = self._forms.places.get((argument, size))
+            return _dense(self.env[argument], size) if place is None else self._beside[place]
+
+        return map_arg((n.args, n.kwargs), load)
+
+
+def _dense(tensor: Tensor, size: torch.Size) -> Tensor:
+    return tensor.expand(size).clone(memory_format=torch.contiguous_format)
+
+
+def _tensors(results: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
+
+
+def _steady(gm: GraphModule) -> set[Node]:
+    """The values that depend on the sizes of the inputs and on weights alone."""
+    found, mutations = made_of_sizes(gm.graph), Mutations(gm)
+    written = {node: writes(node, gm) for node in gm.graph.nodes}
+    # what writes into a new value that nothing else reads might as well make another
+    renewing = {node for node, values in written.items() if values and all(_only_read_by(v, node, gm) for v in values)}
+    for node in gm.graph.nodes:
+        pure = _pure(node, gm) if not written[node] else node in renewing and node.op in _CALLS
+        steady = pure and not draws(node, gm) and found.issuperset(node.all_input_nodes)
+        if (node.op == "get_attr" or steady) and renewing.issuperset(mutations.of(node)):
+            found.add(node)
+    for node in renewing - found:
+        found.difference_update(written[node])
+    return found
+
+
+def _pure(node: Node, gm: GraphModule) -> bool:
+    if node.op == "call_module":
+        call = read(node, gm)
+        return call is not None and getattr(call.module, "max_norm", None) is None
+    return node.op in _CALLS and known(node)
+
+
+def _only_read_by(value: Node, reader: Node, gm: GraphModule) -> bool:
+    return list(value.users) == [reader] and value.op == "call_function" and not may_alias(value, gm)
+
+
+def _lies_oddly(tensor: Tensor) -> bool:
+    """Whether several elements are in one place, or an axis of one element has a step that it would not have by itself.
+
+    The first axes of one element are taken for what they are, whatever their step.
+    """
+    within = False
+    for axis, (size, step) in enumerate(zip(tensor.shape, tensor.stride())):
+        own = tensor.shape[axis + 1] * tensor.stride(axis + 1) if axis + 1 < tensor.ndim else 1
+        if (size > 1 and step == 0) or (size == 1 and within and step != own):
+            return True
+        within = within or size > 1
+    return False
+
+
+def _name(node: Node, gm: nn.Module) -> str:
+    if node.op == "call_module":
+        module = gm.get_submodule(str(node.target))
+        return "layer_norm" if isinstance(module, nn.LayerNorm) else "linear" if isinstance(module, nn.Linear) else ""
+    return str(getattr(node.target, "__name__", node.target)).partition(".")[0]
