@@ -424,7 +424,8 @@ def test_an_axis_of_one_element_with_a_step_of_its_own(function: Function) -> No
 def test_what_lies_oddly() -> None:
     x = torch.randn(2, 3, 4)
     odd = onednn_forms._lies_oddly
-    assert not any(map(odd, (x, x.mT, x[:, :2], x[:, None], x[..., None], x[:1], x[:1].permute(0, 2, 1), x[0, 0, 0])))
+    assert not any(map(odd, (x, x.mT, x[:, None], x[..., None], x[:1], x[:1].permute(0, 2, 1), x[0, 0, 0], x[0, :2])))
+    assert all(map(odd, (x[:, :2], x[..., :3], x[..., ::2], x[:, 1:].permute(2, 0, 1))))  # with gaps
     assert odd(x[:, :1].expand(2, 3, 4))
     assert odd(torch.randn(1, 1, 12, 64).transpose(1, 2))
     assert not odd(torch.randn(1, 8, 6, 6).to(memory_format=torch.channels_last))

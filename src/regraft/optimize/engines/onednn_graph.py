@@ -55,7 +55,7 @@ def _fastest(forms: Forms, sample: tuple[Tensor, ...]) -> torch.jit.ScriptModule
     forms.writes_attention = True
     try:
         other = _program(forms, sample)
-    except RuntimeError:  # it cannot fuse what lies in memory as it does here
+    except (RuntimeError, IndexError):  # it cannot fuse what lies in memory as it does here
         return program
     given = (*sample, *forms.beside)
     found = compare_speed(lambda: program(*given), lambda: other(*given), min_seconds=0.3)
