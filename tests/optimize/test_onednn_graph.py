@@ -219,10 +219,27 @@ def test_the_layers_of_the_graph_stay_in_their_mode() -> None:
     assert all(module.training for module in model.modules())
 
 
-def test_a_batch_norm_in_training_is_computed_from_its_batch() -> None:
-    model = nn.BatchNorm2d(6, affine=False, track_running_stats=False)
+@pytest.mark.parametrize("tracked", [False, True])
+def test_a_batch_norm_in_training_is_computed_from_its_batch(tracked: bool) -> None:
+    model = nn.BatchNorm2d(6, affine=False, track_running_stats=tracked)
     x = weight(*SIZE)
     torch.testing.assert_close(built(Of(model), x)([x])[0], model(x))
+
+
+def test_gelu_by_tanh_is_rounded_once() -> None:
+    def function(x: Tensor) -> Tensor:
+        return F.gelu(x, approximate="tanh")
+
+    x = torch.randn(64, 64).bfloat16()
+    (found,) = built(Of(function), x)([x])
+    assert (found == function(x)).float().mean() > 0.98
+
+
+def test_a_product_of_one_row_and_a_sum_become_apart() -> None:
+    x = torch.randn(1, 6)
+    forms = Forms(symbolic_trace(Of(lambda x: torch.addmm(W8, x, weight(6, 8)))), [x])
+    assert len(forms.known.respelled) == len(forms.known.rows) == 1
+    assert "aten::clone" in str(torch.jit.trace(forms, (x, *forms.beside)).inlined_graph)
 
 
 def test_a_product_and_a_sum_are_a_layer() -> None:
