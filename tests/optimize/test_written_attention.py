@@ -198,6 +198,7 @@ LEFT: dict[str, tuple[dict[str, Any], list[Tensor]]] = {
     "a single row": ({}, [heads(1), heads(5), heads(5)]),
     "a single key": ({}, [heads(5), heads(1), heads(1)]),
     "a width of one": ({}, [heads(5), heads(5), heads(5, 1)]),
+    "another device": ({}, [heads(5, device="meta")] * 3),
     "three axes": ({}, [heads(5)[0]] * 3),
     "float16": ({}, [heads(5, **HALF)] * 3),
     "float64": ({}, [heads(5, **DOUBLE)] * 3),

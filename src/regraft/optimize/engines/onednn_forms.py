@@ -167,8 +167,11 @@ class _Values(Interpreter):
         several = len(given) > 1
         if _name(node, self.module) in _IN_PLACE:  # what is written to has to stay what it is
             del given[0]
-        own = self.odd | self.steady.keys()
-        return {a: size for a in given if a in own or (several and (self.sizes[a] != size or self._lonely_norm(a)))}
+        return {
+            a: size
+            for a in given
+            if a in self.odd or a in self.steady or (several and (self.sizes[a] != size or self._lonely_norm(a)))
+        }
 
     def _lonely_norm(self, node: Node) -> bool:
         return len(node.users) == 1 and _name(node, self.module) == "layer_norm"

@@ -53,7 +53,7 @@ def _norm(call: Call, env: Env) -> Callable[[Env], Tensor] | None:
         return None
     there = [_value(call[name], env) for name in ("weight", "bias")]
     dtype = next((tensor.dtype for tensor in there if tensor is not None), env[given].dtype)
-    plain = torch.ones(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+    plain = tuple(torch.full(shape, value, dtype=dtype, device=env[given].device) for value in (1.0, 0.0))
 
     def compute(env: Env) -> Tensor:
         weight, bias = (

@@ -72,7 +72,7 @@ class WrittenAttention:
         mask = call["attn_mask"]
         if call["dropout_p"] or (mask is not None and not isinstance(env[mask], Tensor)):
             return None
-        if any(t.ndim != 4 or t.dtype not in _DTYPES or len(t) != len(query) for t in tensors):
+        if any(not t.is_cpu or t.ndim != 4 or t.dtype not in _DTYPES or len(t) != len(query) for t in tensors):
             return None
         if not call["enable_gqa"] and any(t.shape[1] != query.shape[1] for t in tensors):
             return None
