@@ -17,6 +17,7 @@ from torch import nn
 import regraft as rg
 from regraft.dropin import grafts_of
 from regraft.dropin.model import dropin_class
+from regraft.dropin.watch import Watch
 from regraft.optimize import Optimized, optimize
 
 EXACT = [rg.FoldBatchNorm(), rg.MergeLinears()]
@@ -209,6 +210,64 @@ def test_attributes_that_are_what_they_were_leave_the_graph(pair) -> None:
     dropin.conv.stride = tuple(map(int, dropin.conv.stride))
     dropin.remark = "seen"
     check(model, dropin, True, image())
+
+
+def test_a_hook_that_comes_or_goes_is_noticed_whatever_happened_to_hooks_elsewhere() -> None:
+    model = heads().eval()
+    model.q.register_forward_hook(lambda module, args, result: None)
+    result = optimize(model, (image(),), transformations="MergeLinears", keep="all", seconds=0.01)
+    dropin = result.model
+    check(model, dropin, True, image())
+    torch.nn.Linear(2, 2).register_forward_hook(lambda module, args, result: None)  # of another model
+    check(model, dropin, True, image())
+    with torch.no_grad():
+        handle = dropin.k.register_forward_hook(lambda module, args, result: result + 1)
+        changed = dropin(image())
+        assert not close(changed, model(image()))
+        torch.nn.Linear(2, 2).register_forward_pre_hook(lambda module, args: None)
+        assert close(dropin(image()), changed)
+    handle.remove()
+    check(model, dropin, True, image())
+    dropin.q._forward_hooks.clear()
+    check(model, dropin, False, image())
+
+
+def frozen() -> tuple[nn.Module, nn.Module]:
+    model = heads().eval()
+    return model, optimize(model, (image(),), transformations=EXACT, keep="all", seconds=0.01, frozen=True).model
+
+
+def test_a_frozen_drop_in_looks_at_nothing(monkeypatch) -> None:
+    model, dropin = frozen()
+    monkeypatch.setattr(Watch, "change", lambda self: pytest.fail("it looked"))
+    check(model, dropin, True, image())
+    check(model, copy.copy(dropin), True, image())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.load_state_dict({name: value * 1.5 for name, value in m.state_dict().items()}),
+        lambda m: m.train(),
+    ],
+    ids=["loaded", "training"],
+)
+def test_a_frozen_drop_in_notices_what_is_done_to_the_whole_of_it(change) -> None:
+    model, dropin = frozen()
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        change(model)
+        change(dropin)
+        assert close(dropin(image()), model(image()), 1e-5)
+    assert not grafts_of(dropin).calls["forward"]
+
+
+def test_a_frozen_drop_in_that_is_converted_is_captured_again_and_stays_frozen(monkeypatch) -> None:
+    model, dropin = frozen()
+    model, dropin = copy.deepcopy(model).double(), dropin.double()
+    check(model, dropin, True, image().double())
+    monkeypatch.setattr(Watch, "change", lambda self: pytest.fail("it looked"))
+    check(model, dropin, True, image().double())
 
 
 def test_a_hook_on_the_whole_runs_with_the_graph(pair) -> None:

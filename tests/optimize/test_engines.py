@@ -254,8 +254,12 @@ def test_an_engine_is_left_alone_once_a_weight_was_written_to(name: str) -> None
 
 @pytest.mark.parametrize("write", ["folded weight", "other memory", "hook", "training"])
 def test_an_engine_is_left_alone_once_its_graph_is_another(write: str) -> None:
-    _, twin, engine = taken_over("onednn")
-    gm = engine._gm
+    available("onednn")
+    result = rg.optimize(heads(), kwargs={"x": image()}, engine="onednn", keep="all", **EXACT)
+    twin, engine = result.model, grafts_of(result.model).entries[0].engine
+    assert runs(engine, twin, image())[1] == 1
+    gm = result.graph_module
+    assert runs(engine, twin, image())[1] == 1, "who has the graph may have left it as it is"
     heard = []
     if write == "folded weight":
         with torch.no_grad():
@@ -275,6 +279,51 @@ def test_an_engine_is_left_alone_once_its_graph_is_another(write: str) -> None:
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
     assert len(heard) == (write == "hook")
+
+
+def test_a_weight_that_two_graphs_share_is_looked_at_in_both() -> None:
+    available("onednn")
+    settings = {"transformations": "MergeLinears", "engine": "onednn", "keep": "all", "seconds": 0.01}
+    result = rg.optimize(decoder("Llama"), kwargs={"input_ids": ids()}, **settings)
+    engines = [entry.engine for entry in grafts_of(result.model).entries if entry.engine is not None]
+    assert len(engines) > 1
+    assert not any(engine.lent for engine in engines)
+    assert result.graphs[0].graph_module is result.graph_module
+    assert all(engine.lent for engine in engines)
+
+
+def test_of_a_graph_that_nobody_was_given_only_the_weights_of_others_are_looked_at() -> None:
+    _, twin, engine = taken_over("onednn")
+    asked = {id(tensor) for tensor in engine.watch.memory["versions"].values()}
+    made = {name for name, tensor in engine._gm.named_parameters() if id(tensor) not in asked}
+    assert made == {"conv.weight", "conv.bias", "q_k.weight", "q_k.bias"}
+    assert asked <= {id(tensor) for tensor in (*twin.parameters(), *twin.buffers())}
+
+
+def test_a_constant_that_somebody_else_holds_is_looked_at() -> None:
+    available("onednn")
+
+    class Shifted(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.shifts = torch.nn.Linear(8, 8), [torch.randn(8)]
+
+        def forward(self, x):
+            return self.linear(x) * self.shifts[0] + self.linear(x * 2)
+
+    model, x = Shifted().eval(), torch.randn(4, 8)
+    settings = {"transformations": "RemoveDeadWork", "engine": "onednn", "keep": "all", "seconds": 0.01}
+    result = rg.optimize(model, kwargs={"x": x}, **settings)
+    engine = grafts_of(result.model).entries[0].engine
+    with torch.no_grad():
+        assert torch.allclose(result.model(x), model(x), atol=1e-6)
+        for module in (model, result.model):
+            if module.shifts[0] is not model.shifts[0] or module is model:
+                module.shifts[0].add_(1)
+        times, run = [], engine._run
+        engine._run = lambda inputs: times.append(1) or run(inputs)
+        assert torch.allclose(result.model(x), model(x), atol=1e-6)
+    assert not times
 
 
 def test_another_rewrite_of_its_graph_leaves_the_engine_alone() -> None:

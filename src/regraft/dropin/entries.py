@@ -58,6 +58,11 @@ class Entry:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "engine": None}  # an engine belongs to a process; a copy runs the graph itself
 
+    def lend(self) -> None:
+        """Say that somebody else has the graph now, whose changes to it an engine is to notice."""
+        if self.engine is not None:
+            self.engine.lent = True
+
     def matches(self, call: Mapping[str, Any]) -> bool:
         """Whether a call has the same arguments, and tensors of the same kinds in them.
 

@@ -36,18 +36,22 @@ class Grafts:
         reader: Reads calls of the model.
         entries: The graphs, the likeliest first.
         again: Makes graphs of the model as it is once its weights have been converted; None where nothing can.
+        frozen: Whether somebody has promised that the model stays as it is, so that no call has to look.
 
     Attributes:
         calls: How many calls each graph has run, by its name.
         stale: Why no graph holds any more, or None.
     """
 
-    def __init__(self, reader: Reader, entries: Sequence[Entry], again: Again | None = None) -> None:
+    def __init__(
+        self, reader: Reader, entries: Sequence[Entry], again: Again | None = None, frozen: bool = False
+    ) -> None:
         self.reader = reader
         self.entries = list(entries)
         self.calls = {entry.name: 0 for entry in entries}
         self.stale: str | None = None
         self._again = again
+        self._frozen = frozen
         self._waiting = False  # to be captured again, at the next call
         self._watch: Watch | None = None
         self._all: tuple[set[Watch], Watch] | None = None
@@ -67,7 +71,7 @@ class Grafts:
         if torch.compiler.is_compiling():
             return self._run_traced(model, args, kwargs)
         call, cache = self._read(args, kwargs)
-        unchanged = self.stale is None and self._everything(model).untouched
+        unchanged = self.stale is None and self._is_unchanged(model)
         reason = self._obstacle(model, call, unchanged)
         if reason is not None:
             return self._leave(reason)
@@ -176,6 +180,9 @@ class Grafts:
         if state is not None:
             call["past_key_values"] = state
         return call, cache
+
+    def _is_unchanged(self, model: nn.Module) -> bool:
+        return not model.training if self._frozen else self._everything(model).untouched
 
     def _everything(self, model: nn.Module) -> Watch:
         """The memory of the model and of what its engines have taken over, most of which is the same."""

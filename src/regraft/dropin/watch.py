@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")  # where gradients are recorded no graph runs
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -121,6 +122,8 @@ class Watch:
         self._attributes = [value for m, _, seen in attributes for value in (vars(m)[_ANY], *seen.values())]
         self._hooks = list(memory["hooks"].values())
         self._hook_counts = [count for _, count in memory["hooks"]]
+        self._removable = [each for each in self._hooks if each]
+        self._registered = -1
         self._tensors, self._dtypes = list(memory["dtypes"].values()), [dtype for _, dtype in memory["dtypes"]]
         self._read, self._versions = list(memory["versions"].values()), [version for _, version in memory["versions"]]
         self._plain, self._pointers = list(memory["pointers"].values()), [pointer for _, pointer in memory["pointers"]]
@@ -175,4 +178,10 @@ class Watch:
     @property
     def hooked(self) -> bool:
         """Whether a module inside has been given a hook, or lost one."""
-        return list(map(len, self._hooks)) != self._hook_counts
+        registered = RemovableHandle.next_id  # by which torch numbers the hooks of the whole process
+        if registered == self._registered:
+            return list(map(len, self._removable)) != [count for count in self._hook_counts if count]
+        hooked = list(map(len, self._hooks)) != self._hook_counts
+        if not hooked:
+            self._registered = registered
+        return hooked

@@ -30,6 +30,7 @@ def optimize(
     keep: Literal["measured", "all"] = "measured",
     engine: str = "torch",
     seconds: float = 0.5,
+    frozen: bool = False,
 ) -> Optimized:
     """Make a model faster on this machine: capture it, rewrite its graph, verify the result, and keep what pays.
 
@@ -53,6 +54,10 @@ def optimize(
             `"inductor"`, `"onnxruntime"`, `"openvino"`; or `"auto"`, which measures those that are installed and keeps
             the fastest one that is right. Calls that an engine does not cover run the graph itself.
         seconds: How long to measure each step.
+        frozen: Your promise that neither the result nor `model` is changed from now on. By default each call looks
+            whether a weight was written to, a layer replaced, an attribute set or a hook registered, and the original
+            runs then; that costs a microsecond or two for each layer and weight. With the promise only `train()`,
+            `load_state_dict()`, `to()` and the like of the result itself are noticed.
 
     Returns:
         The result: `.model` is called as the model is, and of the same kind as what was given.
@@ -88,5 +93,5 @@ def optimize(
     with Progress(total=len(chosen) + 3) as progress:
         subject = subject_of(model, args, kwargs, dynamic_shapes, progress.next)
         progress.total = len(subject.graphs) * (len(chosen) + 2 + (keep == "measured")) + 1
-        settings = Settings(chosen, dynamic_shapes, keep == "measured", engine, seconds)
+        settings = Settings(chosen, dynamic_shapes, keep == "measured", engine, seconds, frozen)
         return Work(subject, verify, settings, progress).run().result()

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from regraft.core.history import history, undo
-from regraft.dropin import grafts_of
+from regraft.dropin import Entry, grafts_of
 from regraft.optimize import saving
 from regraft.optimize.steps import StepResult
 from regraft.verify import Comparison, Verification
@@ -26,7 +26,8 @@ class GraphResult:
 
     Args:
         name: `"forward"`, or `"prefill"` and `"decode"` for what a decoder's `generate` calls.
-        graph_module: The rewritten graph.
+        gm: The rewritten graph, for regraft's own use; `graph_module` gives it to others.
+        entries: What the model runs: this graph and those that share weights with it.
         inputs: The call that it was captured with.
         used: Whether the model runs it.
         verdict: Why, as a sentence.
@@ -35,12 +36,20 @@ class GraphResult:
     """
 
     name: str
-    graph_module: GraphModule
+    gm: GraphModule
+    entries: tuple[Entry, ...]
     inputs: saving.Inputs
     used: bool
     verdict: str
     benchmark: Comparison | None
     engine: Any = None
+
+    @property
+    def graph_module(self) -> GraphModule:
+        """The rewritten graph. You may change it; each call of the model then looks whether you have."""
+        for entry in self.entries:
+            entry.lend()
+        return self.gm
 
 
 @dataclass(repr=False)
@@ -88,7 +97,7 @@ class Optimized:
             ReversalConflict: Something made later stands on it; nothing is changed then.
             ValueError: No such transformation stands.
         """
-        standing = {step.transformation for graph in self.graphs for step in history(graph.graph_module)}
+        standing = {step.transformation for graph in self.graphs for step in history(graph.gm)}
         if transformation is not None and transformation not in standing:
             raise ValueError(f"no step {transformation!r} stands; undo() takes one of {sorted(standing)}")
         undone: set[str] = set()
@@ -104,13 +113,13 @@ class Optimized:
                 entry.engine = None
             grafts.renew(self.model)
         elif isinstance(self.model, ExportedProgram) and self.model is not self.original:
-            self.model = saving.exported(self.graph_module, self.graphs[0].inputs)
+            self.model = saving.exported(self.graphs[0].gm, self.graphs[0].inputs)
         return self
 
     def _graph_modules(self) -> list[GraphModule]:
         """The graphs, or those that were captured in their place after the model was converted."""
         grafts = grafts_of(self.model) if isinstance(self.model, nn.Module) else None
-        known = [graph.graph_module for graph in self.graphs]
+        known = [graph.gm for graph in self.graphs]
         later = [entry.gm for entry in grafts.entries] if grafts is not None else []
         return known if all(any(gm is one for one in known) for gm in later) else later
 
@@ -141,7 +150,7 @@ class Optimized:
         args, kwargs = self.graphs[0].inputs
         names = list(takewhile(kwargs.__contains__, self.positional))
         named = {name: value for name, value in kwargs.items() if name not in names}
-        saving.save(self.graph_module, ((*args, *(kwargs[name] for name in names)), named), path)
+        saving.save(self.graphs[0].gm, ((*args, *(kwargs[name] for name in names)), named), path)
         return Path(path)
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Two graphs of one model that were rewritten alike hold one weight, not two."""
+"""The weights that steps have made: two graphs of one model that were rewritten alike hold one, not two."""
 
 from __future__ import annotations
 
@@ -26,6 +26,15 @@ def share_weights(first: GraphModule, second: GraphModule) -> None:
         other = made.get(key)
         if other is not None and other is not tensor and same_bits(other, tensor):
             table[name] = other
+
+
+def weights_made(gm: GraphModule) -> Iterator[Tensor]:
+    """The weights in a graph that steps have made, and so nobody else has.
+
+    Args:
+        gm: A graph module.
+    """
+    return (tensor for _, _, _, tensor in _made(gm))
 
 
 def _made(gm: GraphModule) -> Iterator[tuple[Any, dict[str, Any], str, Tensor]]:

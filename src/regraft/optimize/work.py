@@ -42,6 +42,7 @@ class Settings:
         measured: Whether only what pays is kept.
         engine: What runs the graphs.
         seconds: How long to measure each step.
+        frozen: Whether the caller promises to leave the model as it is.
     """
 
     chosen: tuple[Transformation, ...]
@@ -49,6 +50,7 @@ class Settings:
     measured: bool
     engine: str
     seconds: float
+    frozen: bool
 
 
 @dataclass(frozen=True)
@@ -254,7 +256,8 @@ class Work:
     def _graph_result(self, graph: Graph) -> GraphResult:
         return GraphResult(
             name=graph.name,
-            graph_module=graph.gm,
+            gm=graph.gm,
+            entries=tuple(self.entries.values()),
             inputs=graph.inputs,
             used=graph.name in self.entries,
             verdict=self.verdicts[graph.name],
@@ -275,4 +278,5 @@ class Work:
     def _grafts(self, reader: Reader) -> Grafts:
         weights = self.subject.twin.parameters() if self.subject.twin is not None else ()
         dtype = next((weight.dtype for weight in weights if weight.is_floating_point()), None)
-        return Grafts(reader, list(self.entries.values()), Again(self.settings, self.graphs[0].inputs[1], dtype))
+        again = Again(self.settings, self.graphs[0].inputs[1], dtype)
+        return Grafts(reader, list(self.entries.values()), again, self.settings.frozen)

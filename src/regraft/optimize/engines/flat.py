@@ -21,6 +21,7 @@ from regraft.core.graph_module import GraphModule as OwnGraphModule
 from regraft.core.ordinary import ORDINARY, ordinary_call
 from regraft.core.values import layout_of
 from regraft.dropin.watch import Watch
+from regraft.optimize.sharing import weights_made
 
 Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
@@ -122,6 +123,9 @@ class Engine:
         run: The engine: from that graph's inputs to its results. It raises `NotCovered` for sizes that are not its own.
         gm: The graph that runs elsewhere.
 
+    Attributes:
+        lent: Whether somebody else has the graph, and so may write to the weights that regraft made for it.
+
     Raises:
         ValueError: A weight was made in inference mode, where nobody could tell whether it is written to later.
     """
@@ -134,7 +138,14 @@ class Engine:
         both = (flat.module, gm)  # the graph that an engine was given may be another
         if any(t.is_inference() for module in both for t in chain(module.parameters(), module.buffers())):
             raise ValueError("its weights were made in inference mode, where torch does not count what is written")
-        self.watch = Watch(gm)
+        self.lent = False
+        self._all = Watch(gm)
+        self._of_others = Watch(_of_others(gm))
+
+    @property
+    def watch(self) -> Watch:
+        """What to ask at each call: nothing of the graph's own layers and weights, as long as nobody else has them."""
+        return self._all if self.lent else self._of_others
 
     def __call__(self, call: Mapping[str, Any], unchanged: bool = False) -> Any:
         """Run a call.
@@ -158,3 +169,13 @@ class Engine:
         if not ordinary_call() or not all(type(tensor) in ORDINARY for tensor in inputs):
             return False
         return type(self._gm).forward is self._forward
+
+
+def _of_others(gm: GraphModule) -> nn.Module:
+    """The weights of a graph that no step has made: those of the model, and constants that its code holds."""
+    own = {id(tensor) for tensor in weights_made(gm)}
+    holder = nn.Module().eval()
+    for index, tensor in enumerate(chain(gm.parameters(), gm.buffers())):
+        if id(tensor) not in own:
+            holder.register_buffer(str(index), tensor)
+    return holder
