@@ -24,6 +24,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -146,17 +147,13 @@ def rewritten(model: nn.Module, kwargs: dict[str, Any], preset: str = "compile")
     return rg.LintAndRecompile()(gm)
 
 
-def regraft(model: nn.Module, kwargs: dict[str, Any], transformations: Any = None, engine: str = "torch") -> Call:
+def regraft(model: nn.Module, kwargs: dict[str, Any], **settings: Any) -> Call:
     """What a user gets from `optimize`; its set-up is capturing, verifying and measuring each step."""
-    return eager(rg.optimize(model, (), kwargs, transformations=transformations, engine=engine).model, kwargs)
-
-
-def regraft_auto(model: nn.Module, kwargs: dict[str, Any]) -> Call:
-    return regraft(model, kwargs, engine="auto")
+    return eager(rg.optimize(model, (), kwargs, **settings).model, kwargs)
 
 
 def regraft_fast(model: nn.Module, kwargs: dict[str, Any]) -> Call:
-    return regraft(model, kwargs, "fast")
+    return regraft(model, kwargs, transformations="fast")
 
 
 def regraft_compiled(model: nn.Module, kwargs: dict[str, Any]) -> Call:
@@ -229,7 +226,8 @@ FLOAT32: dict[str, Callable[..., Call]] = {
     "eager": eager,
     "eager again": eager,
     "regraft": regraft,
-    "regraft, auto": regraft_auto,
+    "regraft, frozen": partial(regraft, frozen=True),  # as every runtime that has a copy of the weights
+    "regraft, frozen, auto": partial(regraft, frozen=True, engine="auto"),
     "regraft + compile": regraft_compiled,
     "compile": compiled,
     "compile, freezing": frozen,

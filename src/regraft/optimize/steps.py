@@ -246,7 +246,7 @@ def clock(seconds: float, pause: float = 0.0) -> dict[str, Any]:
         seconds: How long.
         pause: How long to wait before each block, in seconds.
     """
-    warmup, block = min(0.2, seconds / 5), min(0.01, seconds / 20)
+    warmup, block = min(0.2, seconds / 5), min(max(0.01, pause), seconds / 20)  # a wait is not to outweigh the work
     return {"min_seconds": seconds, "warmup_seconds": warmup, "block_seconds": block, "pause_seconds": pause}
 
 

@@ -34,6 +34,8 @@ ENGINES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 #: seconds until the threads of an engine outside of torch no longer spin, which may double the time of what runs next
 PAUSE = 0.03
+#: how many times as long as a step an engine is measured: nothing makes more of a difference, nor is so hard to tell
+LONGER = 3
 #: what is tried where torch itself is to run the graph: what comes with it, and needs neither a compiler nor a package
 OF_TORCH = ("onednn",)
 
@@ -117,7 +119,7 @@ def adopt_engine(
     """
 
     def timed(name: str, baseline: Callable[..., Any], candidate: Engine) -> Comparison:
-        settings = clock(seconds, pause_after(name))
+        settings = clock(LONGER * seconds, pause_after(name))
         return compare_speed(graph.runner(baseline), graph.runner(_by_name(candidate)), **settings)
 
     tried: dict[str, str] = {}
