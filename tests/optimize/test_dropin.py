@@ -222,10 +222,12 @@ def test_a_hook_that_comes_or_goes_is_noticed_whatever_happened_to_hooks_elsewhe
     check(model, dropin, True, image())
     with torch.no_grad():
         handle = dropin.k.register_forward_hook(lambda module, args, result: result + 1)
-        changed = dropin(image())
+        before, changed = calls(dropin), dropin(image())
         assert not close(changed, model(image()))
+        assert close(dropin(image()), changed)
         torch.nn.Linear(2, 2).register_forward_pre_hook(lambda module, args: None)
         assert close(dropin(image()), changed)
+    assert calls(dropin) == before
     handle.remove()
     check(model, dropin, True, image())
     dropin.q._forward_hooks.clear()

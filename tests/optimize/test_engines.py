@@ -10,7 +10,7 @@ from models import decoder, every_engine, heads, ids, image
 
 import regraft as rg
 from regraft.dropin import Entry, grafts_of
-from regraft.optimize import subjects, work
+from regraft.optimize import steps, subjects, work
 from regraft.optimize.engines import ENGINES, choosing
 from regraft.optimize.engines.flat import Engine, Flat
 from regraft.optimize.subjects import Graph
@@ -156,18 +156,27 @@ def test_nothing_rewritten_adds_nothing_to_an_engine() -> None:
 def test_what_has_threads_of_its_own_is_timed_with_pauses(name: str, pause: float, monkeypatch) -> None:
     available(name)
     every_engine(monkeypatch, lambda flat: lambda inputs: flat.module(*inputs))
-    pauses = []
+    pauses, lengths = [], []
     for module in (choosing, work):
         compare = module.compare_speed
         monkeypatch.setattr(
             module,
             "compare_speed",
             lambda *programs, compare=compare, **clock: (
-                pauses.append(clock["pause_seconds"]) or compare(*programs, **clock)
+                pauses.append(clock["pause_seconds"])
+                or lengths.append(clock["min_seconds"])
+                or compare(*programs, **clock)
             ),
         )
     rg.optimize(heads(), kwargs={"x": image()}, engine=name, keep="all", **EXACT)
     assert pauses == [pause] * 3, "the engine, what rewriting adds to it, and the model in the end"
+    assert lengths == pytest.approx([0.03, 0.03, 0.01])
+
+
+def test_a_block_between_pauses_is_as_long_as_a_pause() -> None:
+    assert steps.clock(1.0)["block_seconds"] == 0.01
+    assert steps.clock(1.0, 0.03)["block_seconds"] == 0.03
+    assert steps.clock(0.1, 0.03)["block_seconds"] == 0.005
 
 
 def test_auto_takes_the_fastest_that_is_right(monkeypatch) -> None:
@@ -188,6 +197,48 @@ def test_auto_takes_the_fastest_that_is_right(monkeypatch) -> None:
     result = rg.optimize(heads(), kwargs={"x": image()}, engine="auto", keep="all", **EXACT)
     assert result.graphs[0].engine.engine == "onnxruntime"
     assert set(result.graphs[0].engine.comparisons) == set(ratios)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "second_looks", "taken"),
+    [
+        ([0.50, 0.30, 0.70, 1.50], {}, "inductor"),  # what lies apart needs none
+        (
+            [0.50, 0.52, 0.80, 0.70, 0.90],
+            {"inductor": "0.80x the time (95% 0.75–0.85, 10 pairs) of onednn"},
+            "inductor",
+        ),
+        ([0.50, 0.48, 1.10, 0.70, 0.90], {"inductor": "1.10x the time (95% 1.05–1.15, 10 pairs) of onednn"}, "onednn"),
+        (
+            [0.50, 0.52, 0.80, 0.49, 1.20, 0.97],
+            {
+                "inductor": "0.80x the time (95% 0.75–0.85, 10 pairs) of onednn",
+                "onnxruntime": "1.20x the time (95% 1.15–1.25, 10 pairs) of inductor",
+            },
+            "inductor",
+        ),
+    ],
+)
+def test_engines_that_may_be_equally_fast_are_timed_against_each_other(
+    monkeypatch, ratios, second_looks, taken
+) -> None:
+    from regraft.verify import Comparison
+
+    monkeypatch.setattr(choosing, "missing_packages", lambda name: ())
+    every_engine(monkeypatch, lambda flat: lambda inputs: flat.module(*inputs))
+    model, call = heads(), {"x": image()}
+    gm = rg.trace(model, (), call)
+    entry, left = Entry("forward", gm, call), list(ratios)
+
+    def compare(*programs, **clock) -> Comparison:
+        ratio = left.pop(0)
+        return Comparison(1.0, ratio, ratio, ratio - 0.05, ratio + 0.05, (ratio,) * 10, 1)
+
+    monkeypatch.setattr(choosing, "compare_speed", compare)
+    found = choosing.adopt_engine("auto", Graph("forward", gm, ((), call), model), entry, 0.01, True, {})
+    assert not left
+    assert found.engine == taken
+    assert {name: said.partition("; ")[2] for name, said in found.tried.items() if "; " in said} == second_looks
 
 
 def test_an_engine_that_is_not_installed_says_how_to_get_it(monkeypatch) -> None:

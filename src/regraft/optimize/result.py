@@ -76,7 +76,7 @@ class Optimized:
 
     @property
     def graph_module(self) -> GraphModule:
-        """The rewritten graph of the example call."""
+        """The rewritten graph of the example call. You may change it; each call then looks whether you have."""
         return self.graphs[0].graph_module
 
     @property
