@@ -46,7 +46,7 @@ class GraphResult:
 
     @property
     def graph_module(self) -> GraphModule:
-        """The rewritten graph. You may change it; each call of the model then looks whether you have."""
+        """The rewritten graph. You may change it; each call of the model then looks whether you have, unless frozen."""
         for entry in self.entries:
             entry.lend()
         return self.gm
@@ -76,7 +76,7 @@ class Optimized:
 
     @property
     def graph_module(self) -> GraphModule:
-        """The rewritten graph of the example call. You may change it; each call then looks whether you have."""
+        """The rewritten graph of the example call, as `GraphResult.graph_module` gives it."""
         return self.graphs[0].graph_module
 
     @property
