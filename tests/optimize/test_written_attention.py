@@ -80,11 +80,11 @@ def inputs(dtype: torch.dtype = torch.float32, seed: int = 1) -> list[Tensor]:
     return [3 * torch.randn(BATCH, rows, 9, generator=random).to(dtype) for rows in (ROWS, KEYS)]
 
 
-def written(module: nn.Module, sample: list[Tensor]) -> tuple[Any, Forms]:
+def written(module: nn.Module, sample: list[Tensor], how: Any = "in float32") -> tuple[Any, Forms]:
     """The program with attention written out, and what it was made of."""
     with torch.no_grad():
         forms = Forms(graph(module, len(sample)), sample)
-        forms.writes_attention = True
+        forms.attention = how
         program = onednn_graph._program(forms, tuple(sample))
     assert forms.known.attentions
     assert not fused(program)
@@ -104,7 +104,7 @@ def off(value: Tensor, exact: Tensor) -> float:
     return float((value.double() - exact).abs().max() / exact.abs().max())
 
 
-def expect_right(run: Any, module: Attention, given: list[Tensor]) -> None:
+def expect_right(run: Any, module: Attention, given: list[Tensor], roundings: int = 4) -> None:
     """No further off a float64 run than the fused call is, by more than rounding."""
     doubles = [t.double() if t.is_floating_point() else t for t in given]
     plain, found = module(*given), run(given)
@@ -114,7 +114,7 @@ def expect_right(run: Any, module: Attention, given: list[Tensor]) -> None:
     exact = twin(*doubles)
     assert found.dtype is plain.dtype
     assert found.stride() == plain.stride()
-    assert off(found, exact) <= 2 * off(plain, exact) + 4 * torch.finfo(plain.dtype).eps
+    assert off(found, exact) <= 2 * off(plain, exact) + roundings * torch.finfo(plain.dtype).eps
 
 
 @pytest.mark.parametrize("kind", MASKS)
@@ -127,6 +127,25 @@ def test_with_any_mask(kind: str, dtype: torch.dtype) -> None:
     for seed in (1, 2):
         mask = mask_of(kind, dtype, seed)
         expect_right(run, module, [*inputs(dtype, seed), *([] if mask is None else [mask])])
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@torch.no_grad()
+def test_in_bfloat16_with_any_mask(kind: str) -> None:
+    module, dtype = Attention(torch.bfloat16), torch.bfloat16
+    run, _ = written(module, [*inputs(dtype), *([] if kind == "none" else [mask_of(kind, dtype)])], "in its own type")
+    for seed in (1, 2):
+        mask = mask_of(kind, dtype, seed)
+        expect_right(run, module, [*inputs(dtype, seed), *([] if mask is None else [mask])], roundings=8)
+
+
+@pytest.mark.parametrize("how", ["in float32", "in its own type"])
+@torch.no_grad()
+def test_a_finite_mask_hides_no_row_in_another_type(how: str) -> None:
+    module, low = Attention(torch.bfloat16), torch.finfo(torch.float32).min  # beyond what bfloat16 has
+    mask = torch.where(torch.arange(ROWS)[:, None] == 3, low, mask_of("of rows and keys")).expand(BATCH, 1, -1, -1)
+    run, _ = written(module, [*inputs(torch.bfloat16), mask], how)
+    expect_right(run, module, [*inputs(torch.bfloat16), mask], roundings=8)
 
 
 @torch.no_grad()
@@ -166,8 +185,12 @@ def test_with_any_setting(name: str, number: int, monkeypatch: pytest.MonkeyPatc
 
 
 @torch.no_grad()
-def test_masks_that_are_always_the_same_are_made_once() -> None:
+def test_masks_that_are_always_the_same_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    prepared = written_attention.WrittenAttention.prepared
+    monkeypatch.setattr(written_attention.WrittenAttention, "prepared", lambda *a: made.append(a) or prepared(*a))
     _, forms = written(Attention(**SETTINGS["twice"]), inputs())
+    assert len(made) == 1
     assert len(forms.known.attentions) == 2
     assert [mask.blind for mask in forms.known.masks.values()] == [None]
     kept = Attention(kept=True)
@@ -243,6 +266,70 @@ def test_the_faster_is_taken(ratio: float, monkeypatch: pytest.MonkeyPatch) -> N
     program = onednn_graph._fastest(Forms(graph(Attention()), sample), sample)
     assert fused(program) == (ratio > 1)
     torch.testing.assert_close(*timed)
+
+
+class Deep(nn.Module):
+    """Attention between many layers, each of which rounds; or by itself."""
+
+    def __init__(self, layers: int, width: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False, dtype=torch.bfloat16) for _ in range(layers))
+        self.width = width
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (x * self.width).reshape(2, 20, 4, 16).transpose(1, 2)
+        x = F.scaled_dot_product_attention(heads, heads.roll(1, 2), heads).transpose(1, 2).reshape(2, 20, 64)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("layers", "width", "taken"), [(12, 1.0, "in its own type"), (0, 1.0, "in float32"), (12, 8.0, "in float32")]
+)
+@torch.no_grad()
+def test_scores_are_rounded_where_the_result_is_no_further_off(
+    layers: int, width: float, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onednn_graph, "compare_speed", lambda *_, **__: SimpleNamespace(ratio=0.9))
+    model = Deep(layers, width)
+    sample = (torch.randn(2, 20, 64, generator=torch.Generator().manual_seed(1)).bfloat16(),)
+    found = onednn_graph._fastest(Forms(symbolic_trace(model), sample), sample)(*sample)[0]
+    results = {how: written(model, list(sample), how)[0](sample) for how in ("in float32", "in its own type")}
+    assert not torch.equal(*results.values())
+    assert torch.equal(found, results[taken])
+
+
+@pytest.mark.parametrize(
+    ("found", "right"),
+    [
+        ([2.0], True),
+        ([4.0], True),  # of a single number chance may make much
+        ([4.5], False),
+        ([1.2] * 10_000, True),
+        ([1.3] * 10_000, False),
+        ([math.nan], False),
+        ([], True),
+    ],
+)
+def test_further_off_than_chance_makes(found: list[float], right: bool) -> None:
+    error = torch.tensor(found)
+    exact, numbers = torch.zeros_like(error), torch.arange(3)
+    assert onednn_graph._no_further([numbers, error], [numbers, exact + 1], [numbers, exact]) == right
+    assert onednn_graph._no_further([numbers + 1, error], [numbers, exact + 1], [numbers, exact]) == right
+    assert onednn_graph._no_further([exact, error], [exact, exact + 1], [exact, exact]) == right
+
+
+@torch.no_grad()
+def test_in_float32_there_is_nothing_to_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    program = onednn_graph._program
+    monkeypatch.setattr(onednn_graph, "_program", lambda f, s: made.append(f.attention) or program(f, s))
+    for dtype in (torch.float32, torch.bfloat16):
+        sample = tuple(inputs(dtype))
+        onednn_graph._fastest(Forms(graph(Attention(dtype)), sample), sample)
+    assert made == ["fused", "in float32", "fused", "in float32", "in its own type"]
 
 
 @torch.no_grad()

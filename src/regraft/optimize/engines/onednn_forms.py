@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ _CALLS = ("call_function", "call_method")
 _ADDING = {"addmm", "baddbmm", "addmv", "addbmm"}
 _PRODUCTS = {"linear", "bilinear", "matmul", "mm", "bmm", "mv", "einsum", *_ADDING}
 """Matrix products; those that add to them have what they add as their first tensor."""
+Attention = Literal["fused", "in float32", "in its own type"]
+"""How attention is computed: by torch's fused call, or written out, in one type or the other."""
 
 
 class Forms(nn.Module):
@@ -53,7 +55,7 @@ class Forms(nn.Module):
 
     Attributes:
         beside: What it is given after its inputs.
-        writes_attention: Whether attention is written out, too.
+        attention: How attention is computed.
     """
 
     def __init__(self, gm: GraphModule, sample: Sequence[Tensor]) -> None:
@@ -69,7 +71,7 @@ class Forms(nn.Module):
         constants = {(a, size) for larger in self.larger.values() for a, size in larger.items() if a in values.steady}
         self.places = {constant: place for place, constant in enumerate(constants)}
         self.beside = [_dense(values.steady[node], size) for node, size in self.places]
-        self.writes_attention = False
+        self.attention: Attention = "fused"
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The results that are not the same in each call.
@@ -188,7 +190,7 @@ class _Run(Interpreter):
     def __init__(self, forms: Forms, beside: Sequence[Tensor]) -> None:
         super().__init__(forms.gm)
         self._forms, self._known, self._beside = forms, forms.known, beside
-        self._masks = dict(self._known.masks)
+        self._masks: dict[Any, Mask] = {}
 
     def run_node(self, n: Node) -> Any:
         known = self._known
@@ -196,16 +198,17 @@ class _Run(Interpreter):
             # TorchScript computes them otherwise than torch, and where that decides a branch, by much: a distance of 16
             # falls into T5's bucket for 15, because a logarithm that should be 2 is a little less
             return known.steady[n]
-        if self._forms.writes_attention and n in known.attentions:
+        if self._forms.attention != "fused" and n in known.attentions:
             return self._written_out(known.attentions[n])
         result = known.respelled[n](self.env) if n in known.respelled else super().run_node(n)
         return result.clone() if n in known.rows else result
 
     def _written_out(self, attention: WrittenAttention) -> Tensor:
-        mask = attention.mask
-        if mask is not None and mask not in self._masks:
-            self._masks[mask] = attention.prepared(self.env)
-        return attention.compute(self.env, self._masks[mask] if mask is not None else None)
+        key, dtype = attention.mask, torch.float32 if self._forms.attention == "in float32" else attention.dtype
+        if key is not None and (key, dtype) not in self._masks:
+            known = self._known.masks.get(key)
+            self._masks[key, dtype] = (known or attention.prepared(self.env)).to(dtype)
+        return attention.compute(self.env, self._masks[key, dtype] if key is not None else None, dtype)
 
     def fetch_args_kwargs_from_env(self, n: Node) -> Any:
         larger = self._forms.larger.get(n, {})

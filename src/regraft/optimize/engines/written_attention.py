@@ -1,7 +1,7 @@
 """Attention written out for oneDNN Graph, which makes one kernel of the products and the softmax.
 
-That kernel may take half the time of torch's fused call. Everything is computed in float32, whatever the type of the
-model: in bfloat16 oneDNN Graph would round the scores before the softmax, which the fused call does not.
+That kernel may take half the time of torch's fused call. In a model in bfloat16 it computes in float32, or in bfloat16,
+where oneDNN Graph rounds the scores before the softmax, which the fused call does not.
 """
 
 from __future__ import annotations
@@ -37,6 +37,14 @@ class Mask:
     added: tuple[Tensor, ...]
     blind: Tensor | None
 
+    def to(self, dtype: torch.dtype) -> Mask:
+        """The same in another type.
+
+        Args:
+            dtype: The type.
+        """
+        return Mask(tuple(added.to(dtype) for added in self.added), self.blind)
+
     def known(self) -> Mask:
         """The same, of a mask whose values are always these."""
         return self if self.blind is not None and bool(self.blind.any()) else Mask(self.added, None)
@@ -51,12 +59,14 @@ class WrittenAttention:
         sizes: Those of the scores: batch, heads, queries and keys.
         width: That of the values.
         scale: What the products are multiplied by.
+        dtype: The type of its tensors.
     """
 
     call: Call
     sizes: tuple[int, int, int, int]
     width: int
     scale: float
+    dtype: torch.dtype
 
     @staticmethod
     def of(call: Call, env: Mapping[Node, Any]) -> WrittenAttention | None:
@@ -77,7 +87,7 @@ class WrittenAttention:
         if not call["enable_gqa"] and any(t.shape[1] != query.shape[1] for t in tensors):
             return None
         scale = query.shape[3] ** -0.5 if call["scale"] is None else call["scale"]
-        written = WrittenAttention(call, (*query.shape[:3], key.shape[2]), value.shape[3], scale)
+        written = WrittenAttention(call, (*query.shape[:3], key.shape[2]), value.shape[3], scale, query.dtype)
         return written if written.possible else None
 
     @property
@@ -110,22 +120,22 @@ class WrittenAttention:
         causal = self.call["is_causal"]
         mask = torch.ones(self.sizes[2:], dtype=torch.bool).tril() if causal else env[self.call["attn_mask"]]
         number = mask.float() if mask.is_floating_point() else torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
-        whole = number.expand(self.sizes)
+        lowest = torch.where(number == -math.inf, number, torch.finfo(self.dtype).min)  # what is finite stays so
+        whole = number.maximum(lowest).expand(self.sizes)
         added = tuple(whole[:, :, rows].clone(memory_format=torch.contiguous_format) for rows in self.parts)
         blind = (number == -math.inf).all(-1, keepdim=True).expand(*self.sizes[:3], self.width)
         return Mask(added, blind.clone(memory_format=torch.contiguous_format))
 
-    def compute(self, env: Mapping[Node, Any], mask: Mask | None) -> Tensor:
+    def compute(self, env: Mapping[Node, Any], mask: Mask | None, dtype: torch.dtype) -> Tensor:
         """What the fused call gives, in memory as that leaves it.
 
         Args:
             env: The values of the nodes.
-            mask: What `prepared` gave.
+            mask: What `prepared` gave, in that type.
+            dtype: The type to compute in.
         """
-        query, key, value = (env[self.call[name]] for name in ("input", "key", "value"))
-        dtype, heads = query.dtype, self.sizes[1]
-        query, key, value = (tensor.float() for tensor in (query, key, value))
-        scale = self.scale
+        query, key, value = (env[self.call[name]].to(dtype) for name in ("input", "key", "value"))
+        heads, scale = self.sizes[1], self.scale
         if scale == 1:  # a product with 1 is left out, and what oneDNN Graph compiles as attention has a scale
             query, scale = query * 0.5, 2.0
         key, value = (t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], 1) for t in (key, value))
@@ -137,4 +147,4 @@ class WrittenAttention:
         result = results[0] if len(results) == 1 else torch.cat(results, 2)
         if mask is not None and mask.blind is not None:
             result = result.masked_fill(mask.blind, 0.0)
-        return result.to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
+        return result.to(self.dtype).transpose(1, 2).contiguous().transpose(1, 2)
