@@ -599,3 +599,16 @@ def test_a_layer_under_autocast_is_not_called_a_second_time() -> None:
     for got, expected in zip(gm(x), model(x), strict=True):
         assert torch.equal(got, expected)
     assert [node.target for node in gm.graph.nodes if node.op == "call_module"] == ["b"]
+
+
+def test_in_inference_mode_constants_are_made_that_can_be_watched() -> None:
+    class Shifted(nn.Module):
+        def forward(self, x):
+            return x + torch.tensor([1.0, 2.0, 3.0])
+
+    with torch.inference_mode():
+        gm, x = trace(Shifted(), (torch.randn(2, 3),)), torch.randn(2, 3)
+        constants = [*gm.parameters(), *gm.buffers()]
+        assert len(constants) == 1
+        assert not constants[0].is_inference()
+        assert torch.equal(gm(x), Shifted()(x))

@@ -190,7 +190,7 @@ def export(
             seen = Seen()
             flat = Flat(model, call, seen, quick)
             try:
-                with way(), torch.no_grad(), _quiet():
+                with way(), torch.inference_mode(False), torch.no_grad(), _quiet():
                     program = torch.export.export(flat, tuple(sample), strict=False, dynamic_shapes=_shapes(axes))
                 _expect_plain_functions(program)
             except TooInvolved:

@@ -16,6 +16,7 @@ from regraft.core.modules import graph_modules
 from regraft.core.mutation import Mutations, may_alias, writes
 from regraft.core.values import made_of_sizes
 from regraft.core.vocabulary import ATTENTION, Call, read
+from regraft.optimize.engines.onednn_fusions import CALLS, PRODUCTS, called, kept_apart, read_twice
 from regraft.optimize.engines.onednn_spelling import as_linear, joined, respelled
 from regraft.optimize.engines.written_attention import Mask, WrittenAttention
 
@@ -28,10 +29,8 @@ _BROADCASTING = {
 """Operations whose tensors may be of several sizes, by the names of their functions and methods."""
 _IN_PLACE = {name for name in _BROADCASTING if name.endswith("_")} | {"iadd", "isub", "imul", "itruediv"}
 _JOINING = {"cat", "concat", "concatenate"}
-_CALLS = ("call_function", "call_method")
 _ADDING = {"addmm", "baddbmm", "addmv", "addbmm"}
-_PRODUCTS = {"linear", "bilinear", "matmul", "mm", "bmm", "mv", "einsum", *_ADDING}
-"""Matrix products; those that add to them have what they add as their first tensor."""
+"""Matrix products that are added to their first tensor."""
 Attention = Literal["fused", "in float32", "in its own type"]
 """How attention is computed: by torch's fused call, or written out, in one type or the other."""
 
@@ -42,9 +41,12 @@ class Forms(nn.Module):
     When it fuses an addition, a product or the like, that is tensors that are not of one size, or that have several
     elements in one place: it reads and writes beyond some of them, and `x * c * c` with a `c` of fewer axes ends the
     process. Then tensors with an axis of one element whose step is not what it would be by itself, as between the heads
-    of a transposed single token. And a layer norm that nothing else reads: the other tensor is taken for one of its
-    own. Such tensors become dense ones of their own. So does a product of a single row: one of 2048 numbers, with
-    another tensor added by the same kernel, writes beyond the end of its result.
+    of a transposed single token. And what a product in the same kernel was made of. Such tensors become dense ones of
+    their own. So does a product of a single row: one of 2048 numbers, with another tensor added by the same kernel,
+    writes beyond the end of its result.
+
+    Along a first axis of one element any step will do. But where that is not the tensor's own, torch does not see that
+    the channels of an image lie last. So such a tensor is looked at anew, as is what must not be fused any further.
 
     A constant that is added to a product, or multiplied with it, cannot be compiled, so constants are given beside the
     inputs. A few calls are spelled otherwise. Results that are the same in each call are no results of a program.
@@ -67,7 +69,7 @@ class Forms(nn.Module):
         values = _Values(gm)
         values.run(*sample)
         self.known = values
-        self.larger = {node: values.to_enlarge(node) for node in gm.graph.nodes if _name(node, gm) in _BROADCASTING}
+        self.larger = {node: values.to_enlarge(node) for node in gm.graph.nodes if called(node, gm) in _BROADCASTING}
         constants = {(a, size) for larger in self.larger.values() for a, size in larger.items() if a in values.steady}
         self.places = {constant: place for place, constant in enumerate(constants)}
         self.beside = [_dense(values.steady[node], size) for node, size in self.places]
@@ -100,6 +102,7 @@ class _Values(Interpreter):
         sizes: The size of each tensor.
         odd: The tensors that lie oddly.
         rows: The products of a single row.
+        viewed: The tensors that are looked at anew.
         steady: The tensors that depend on sizes and weights alone, as they are in the sample.
         results: The tensors among the results that are steady, and None for each of the others.
         respelled: The calls that are spelled otherwise, as functions of the values of the nodes.
@@ -113,12 +116,14 @@ class _Values(Interpreter):
         self.sizes: dict[Node, torch.Size] = {}
         self.odd: set[Node] = set()
         self.rows: set[Node] = set()
+        self.viewed: set[Node] = set()
         self.steady: dict[Node, Tensor] = {}
         self.results: list[Tensor | None] = []
         self.respelled: dict[Node, Callable[[Mapping[Node, Any]], Tensor]] = {}
         self.attentions: dict[Node, WrittenAttention] = {}
         self.masks: dict[Any, Mask] = {}
         self._steady = _steady(gm)
+        self._apart, self._twice = kept_apart(gm), read_twice(gm)
 
     def run_node(self, n: Node) -> Any:
         result = super().run_node(n)
@@ -131,12 +136,15 @@ class _Values(Interpreter):
 
     def _note(self, n: Node, result: Tensor) -> None:
         self.sizes[n] = result.shape
-        name = _name(n, self.gm)
+        name = called(n, self.gm)
         if n in self._steady:
             self.steady[n] = result.detach()  # it may be a parameter
         if _lies_oddly(result):
             self.odd.add(n)
-        if name in _PRODUCTS and result.shape[-2:-1].numel() == 1:
+        single = result.shape[:1] == (1,) and result.stride(0) != result.numel()
+        if single or n in self._apart:
+            self.viewed.add(n)
+        if name in PRODUCTS and result.shape[-2:-1].numel() == 1:
             self.rows.add(n)
             if name in _ADDING and n.all_input_nodes[0] not in self._steady:
                 raise ValueError(f"{n.name} adds a product of one row to what is computed")
@@ -166,17 +174,14 @@ class _Values(Interpreter):
         size = self.sizes.get(node)
         if size is None or not given:
             return {}
-        several = len(given) > 1
-        if _name(node, self.module) in _IN_PLACE:  # what is written to has to stay what it is
+        several, twice = len(given) > 1, self._twice.get(node, ())
+        if called(node, self.module) in _IN_PLACE:  # what is written to has to stay what it is
             del given[0]
         return {
             a: size
             for a in given
-            if a in self.odd or a in self.steady or (several and (self.sizes[a] != size or self._lonely_norm(a)))
+            if a in self.odd or a in self.steady or (several and (self.sizes[a] != size or a in twice))
         }
-
-    def _lonely_norm(self, node: Node) -> bool:
-        return len(node.users) == 1 and _name(node, self.module) == "layer_norm"
 
 
 class _Run(Interpreter):
@@ -201,7 +206,8 @@ class _Run(Interpreter):
         if self._forms.attention != "fused" and n in known.attentions:
             return self._written_out(known.attentions[n])
         result = known.respelled[n](self.env) if n in known.respelled else super().run_node(n)
-        return result.clone() if n in known.rows else result
+        result = result.clone() if n in known.rows else result
+        return _anew(result) if n in known.viewed else result
 
     def _written_out(self, attention: WrittenAttention) -> Tensor:
         key, dtype = attention.mask, torch.float32 if self._forms.attention == "in float32" else attention.dtype
@@ -227,6 +233,12 @@ def _dense(tensor: Tensor, size: torch.Size) -> Tensor:
     return tensor.expand(size).clone(memory_format=torch.contiguous_format)
 
 
+def _anew(tensor: Tensor) -> Tensor:
+    """The same memory, as a tensor with which nothing is fused, and a first axis of one element in its own step."""
+    steps = tensor.stride()
+    return tensor.as_strided(tensor.shape, (tensor.numel(), *steps[1:]) if tensor.shape[:1] == (1,) else steps)
+
+
 def _tensors(results: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
 
@@ -238,7 +250,7 @@ def _steady(gm: GraphModule) -> set[Node]:
     # what writes into a new value that nothing else reads might as well make another
     renewing = {node for node, values in written.items() if values and all(_only_read_by(v, node, gm) for v in values)}
     for node in gm.graph.nodes:
-        pure = _pure(node, gm) if not written[node] else node in renewing and node.op in _CALLS
+        pure = _pure(node, gm) if not written[node] else node in renewing and node.op in CALLS
         steady = pure and not draws(node, gm) and found.issuperset(node.all_input_nodes)
         if (node.op == "get_attr" or steady) and renewing.issuperset(mutations.of(node)):
             found.add(node)
@@ -251,7 +263,7 @@ def _pure(node: Node, gm: GraphModule) -> bool:
     if node.op == "call_module":
         call = read(node, gm)
         return call is not None and getattr(call.module, "max_norm", None) is None
-    return node.op in _CALLS and known(node)
+    return node.op in CALLS and known(node)
 
 
 def _only_read_by(value: Node, reader: Node, gm: GraphModule) -> bool:
@@ -277,10 +289,3 @@ def _lies_oddly(tensor: Tensor) -> bool:
             return True
         dense *= size
     return False
-
-
-def _name(node: Node, gm: nn.Module) -> str:
-    if node.op == "call_module":
-        module = gm.get_submodule(str(node.target))
-        return "layer_norm" if isinstance(module, nn.LayerNorm) else "linear" if isinstance(module, nn.Linear) else ""
-    return str(getattr(node.target, "__name__", node.target)).partition(".")[0]

@@ -1,0 +1,104 @@
+"""What oneDNN Graph must not fuse, since it ends the process then, goes wrong, or takes a hundred times as long."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+CALLS = ("call_function", "call_method")
+PRODUCTS = {"linear", "bilinear", "matmul", "mm", "bmm", "mv", "einsum", "addmm", "baddbmm", "addmv", "addbmm"}
+"""Matrix products, by the names of their functions, methods and layers."""
+_CONVOLUTIONS = {f"conv{kind}{axes}d" for kind in ("", "transpose") for axes in (1, 2, 3)}
+_SUMS = {"add", "iadd"}
+_JOINING = {*_SUMS, "mul", "imul", "multiply", "div", "divide", "truedivide", "truediv", "itruediv"}
+_ELEMENTWISE = {
+    *("abs", "clamp", "clip", "elu", "exp", "gelu", "hardswish", "hardtanh", "leakyrelu", "log", "relu", "relu6"),
+    *("round", "sigmoid", "silu", "sqrt", "square", "tanh"),
+}
+_OTHERS = {
+    *("layernorm", "batchnorm", *(f"batchnorm{axes}d" for axes in (1, 2, 3))),
+    *(f"{kind}pool{axes}d" for kind in ("avg", "max") for axes in (1, 2, 3)),
+}
+_AT_MOST = 16
+"""So many inputs of products are remembered of a value: many more than a kernel takes."""
+
+
+def kept_apart(gm: GraphModule) -> set[Node]:
+    """The results that may not be fused with what reads them.
+
+    An elementwise function goes into the kernel of the product, convolution or sum before it, and what follows it does
+    so, too. Without one, or where others read that as well, oneDNN Graph has only its reference kernel. So it has after
+    a norm or a pooling. And what is added to a layer norm it takes for one of the norm's own tensors.
+
+    Args:
+        gm: The graph.
+    """
+    apart: set[Node] = set()
+    leading: set[Node] = set()  # what begins such a kernel, and the functions in it
+    for node in gm.graph.nodes:
+        name = _plain(node, gm)
+        if name in _JOINING or name in PRODUCTS or name in _CONVOLUTIONS:
+            leading.add(node)
+        elif name in _OTHERS:
+            apart.add(node)
+        elif name in _ELEMENTWISE:
+            before = node.all_input_nodes[0]
+            fused = before in leading and (len(before.users) == 1 or _is_swish(node, before, gm))
+            (leading if fused else apart).add(node)
+    return apart
+
+
+def read_twice(gm: GraphModule) -> dict[Node, set[Node]]:
+    """The arguments that a call has to be given as copies: a product in the same kernel was made of them.
+
+    Where something is added to a product and the sum is joined with what the product was made of, the process ends.
+
+    Args:
+        gm: The graph.
+    """
+    copies: dict[Node, set[Node]] = {}
+    first: dict[Node, Node] = {}  # of two equal calls the first, since TorchScript makes one of them
+    equal: dict[str, Node] = {}
+    made_of: dict[Node, tuple[Node, ...]] = {}  # what the products in the kernel of a value were made of
+    summed: set[Node] = set()
+    for node in gm.graph.nodes:
+        arguments = map_arg((node.args, node.kwargs), first.__getitem__)
+        first[node] = equal.setdefault(repr((node.op, node.target, arguments)), node)
+        name, given = _plain(node, gm), {each: first[each] for each in node.all_input_nodes}
+        if name in PRODUCTS:
+            made_of[first[node]] = tuple(given.values())
+        elif name in _JOINING or name in _ELEMENTWISE:
+            sums = summed.intersection(given.values())
+            twice = {each for each, same in given.items() if any(same in made_of[other] for other in sums)}
+            if twice:
+                copies[node] = twice
+            made = tuple(each for other in given.values() for each in made_of.get(other, ()))[-_AT_MOST:]
+            made_of[first[node]] = made
+            if sums or (name in _SUMS and made):
+                summed.add(first[node])
+    return copies
+
+
+def called(node: Node, gm: nn.Module) -> str:
+    """The name of the function or method that a node calls, or of torch's class of the layer, in small letters.
+
+    Args:
+        node: The node.
+        gm: The graph module.
+    """
+    if node.op == "call_module":
+        classes = type(gm.get_submodule(str(node.target))).__mro__
+        return next(cls.__name__.lower() for cls in classes if cls.__module__.startswith("torch.nn."))
+    return str(getattr(node.target, "__name__", node.target)).partition(".")[0] if node.op in CALLS else ""
+
+
+def _plain(node: Node, gm: nn.Module) -> str:
+    return called(node, gm).replace("_", "")
+
+
+def _is_swish(node: Node, given: Node, gm: nn.Module) -> bool:
+    """Whether a value is multiplied with its own sigmoid, for which there is a kernel."""
+    readers = list(node.users)
+    names = [_plain(each, gm) for each in (node, *readers)]
+    return names in (["sigmoid", "mul"], ["sigmoid", "imul"]) and set(given.users) == {node, *readers}

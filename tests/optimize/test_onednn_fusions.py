@@ -1,0 +1,181 @@
+"""What oneDNN Graph must not fuse is kept from it, and what it fuses well is not."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from test_onednn_graph import W10, Of, built, weight
+from torch import Tensor, nn
+from torch.fx import symbolic_trace
+from torch.nn import functional as F
+
+from regraft.optimize.engines.onednn_forms import Forms
+from regraft.optimize.engines.onednn_fusions import called, kept_apart, read_twice
+
+SIZE = (2, 6, 10)
+Function = Callable[[Tensor], Tensor]
+
+A, B, C = (weight(*SIZE) + shift for shift in (3, 4, 5))
+SQUARE = weight(10, 10) / 3
+
+
+def layer(x: Tensor) -> Tensor:
+    return F.linear(x, SQUARE, W10)
+
+
+GATES: dict[str, tuple[Function, set[str]]] = {
+    "a gate": (lambda x: torch.relu(layer(x) + x.tanh()) * x, {"x"}),
+    "a sum of three": (lambda x: layer(x) + x.tanh() + x, {"x"}),
+    "from the left": (lambda x: x + (x.tanh() + layer(x)), {"x"}),
+    "divided": (lambda x: torch.sigmoid(layer(x) + x.tanh()) / x, {"x"}),
+    "a product": (lambda x: (torch.matmul(x, SQUARE) + x.tanh()) * x, {"x"}),
+    "a method": (lambda x: x.matmul(SQUARE).add(x.tanh()).mul(x), {"x"}),
+    "of an equal call": (lambda x: (layer(x.sigmoid()) + x.tanh()) * x.sigmoid(), {"sigmoid_1"}),
+    "of an equal part": (lambda x: (layer(x[:, :5]) + x[:, 1:]) * x[:, :5], {"getitem_2"}),
+    "operators": (lambda x: (x @ SQUARE + x.tanh()) * x, {"x"}),
+    "later": (lambda x: F.gelu((layer(x) + x.tanh()) * x.exp()) + x, {"x"}),
+    "the other factor": (lambda x: (x @ x.tanh().mT @ x.sigmoid() + x.exp()) * x.sigmoid(), {"sigmoid_1"}),
+    "no sum before": (lambda x: layer(x) * x.tanh() + x, set()),
+    "a block": (lambda x: layer(x) + x, set()),
+    "of another": (lambda x: (layer(x.exp()) + x.tanh()) * x, set()),
+    "across a norm": (lambda x: F.layer_norm(layer(x) + x.tanh(), [10], W10, W10) * x, set()),
+}
+"""Products that are joined with what they were made of, and what the last call has to be given as a copy."""
+
+
+def a_program(function: Function, *sample: Tensor) -> tuple[torch.fx.GraphModule, Callable[..., Tensor], list[str]]:
+    """The graph, its program, and what that one fuses."""
+    gm = symbolic_trace(Of(function))
+    run = built(gm, *sample)
+    (result,) = run(list(sample))
+    groups = re.findall(r"with prim::oneDNNFusionGroup.*?return", str(torch.jit.last_executed_optimized_graph()), re.S)
+    torch.testing.assert_close(result, Of(function)(*sample), rtol=1e-5, atol=1e-5)
+    return gm, lambda *given: run(list(given))[0], ["+".join(re.findall(r"aten::(\w+)\(", group)) for group in groups]
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_what_a_product_was_made_of_is_not_read_twice(name: str) -> None:
+    function, copied = GATES[name]
+    gm = symbolic_trace(Of(function))
+    found = read_twice(gm)
+    assert {node.name for nodes in found.values() for node in nodes} == copied
+    assert set(found) <= {gm.graph.output_node().all_input_nodes[0]}
+
+
+IN_A_PROCESS = """
+import torch
+from test_onednn_fusions import GATES, A, a_program
+for function, _ in GATES.values():
+    a_program(function, A)
+print("right")
+"""
+
+
+def test_what_would_end_the_process_does_not() -> None:
+    command = [sys.executable, "-c", IN_A_PROCESS]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, env=dict(os.environ))
+    assert done.stdout.strip() == "right", (done.returncode, done.stderr[-2000:])
+
+
+@pytest.mark.parametrize(("blocks", "copied"), [(3, {"exp"}), (40, set())])
+def test_a_value_is_not_remembered_for_ever(blocks: int, copied: set[str]) -> None:
+    def stream(x: Tensor) -> Tensor:
+        first = y = x.exp()
+        for _ in range(blocks):
+            x = x + layer(y)
+            y = x.exp()
+        return x * first
+
+    found = read_twice(symbolic_trace(Of(stream)))
+    assert {node.name for nodes in found.values() for node in nodes} == copied
+
+
+image = weight(1, 8, 6, 6)
+KERNEL, SCALE = weight(8, 8, 3, 3) / 9, weight(8).abs() + 0.5
+
+APART: dict[str, tuple[Function, Tensor, set[str], list[str]]] = {
+    "a function and a product": (lambda x: torch.relu(x) * B, A, {"relu"}, []),
+    "and a number": (lambda x: torch.tanh(x) + 1, A, {"tanh"}, []),
+    "a layer and a sum": (nn.Sequential(nn.GELU()), A, {"modules_of_it_0_0"}, []),
+    "after a norm": (lambda x: F.gelu(F.layer_norm(x, [10], W10, W10)) * B, A, {"layer_norm", "gelu"}, ["layer_norm"]),
+    "after a part": (lambda x: torch.sigmoid(layer(x)[:, :3].contiguous()) * 2, A, {"sigmoid"}, ["linear"]),
+    "after a pooling": (
+        lambda x: F.relu(F.max_pool2d(x, 3, 1, 1)) * x,
+        image,
+        {"max_pool2d", "relu"},
+        ["max_pool2d"],
+    ),
+    "after a batch norm": (
+        lambda x: F.relu(F.batch_norm(x, SCALE, SCALE, SCALE, SCALE)) + x,
+        image,
+        {"batch_norm", "relu"},
+        [],
+    ),
+    "read twice": (lambda x: (lambda y: torch.relu(y) + y)(layer(x)), A, {"relu"}, ["linear"]),
+    "sigmoid, read thrice": (lambda x: (lambda y: torch.sigmoid(y) * y - y)(layer(x)), A, {"sigmoid"}, ["linear"]),
+    "sigmoid, not multiplied": (lambda x: (lambda y: torch.sigmoid(y) + y)(layer(x)), A, {"sigmoid"}, ["linear"]),
+    "in the kernel of a layer": (lambda x: torch.relu(layer(x)) * B, A, set(), ["linear+relu+mul"]),
+    "of a convolution": (
+        lambda x: F.relu(F.conv2d(x, KERNEL, None, 1, 1)) + x,
+        image,
+        set(),
+        ["_convolution+relu+add"],
+    ),
+    "of a sum": (lambda x: torch.relu(x + B) * C, A, set(), ["add+relu+mul"]),
+    "several functions": (lambda x: torch.tanh(torch.relu(layer(x))) * B, A, set(), ["linear+relu+tanh+mul"]),
+    "swish": (lambda x: (lambda y: torch.sigmoid(y) * y)(layer(x)), A, set(), ["linear+sigmoid+mul"]),
+    "silu": (lambda x: F.silu(layer(x)) * B, A, set(), ["linear+sigmoid+mul+mul"]),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_a_function_without_a_kernel_to_go_into_stays_by_itself(name: str) -> None:
+    function, sample, apart, fused = APART[name]
+    gm, _, groups = a_program(function, sample)
+    assert {node.name for node in kept_apart(gm)} == apart
+    assert [group for group in groups if "+" in group or group in fused] == fused
+
+
+def test_names() -> None:
+    class Mine(nn.LayerNorm):
+        pass
+
+    gm = symbolic_trace(nn.Sequential(nn.LeakyReLU(), nn.Conv2d(8, 8, 1)))
+    gm.add_module("mine", Mine(6))
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        node = gm.graph.call_module("mine", (gm.graph.output_node().args[0],))
+    gm.graph.output_node().args = (node,)
+    gm.graph.output_node().prev.prev.prev.prev.name = "relu"  # an input is no call, whatever its name
+    assert [called(node, gm) for node in gm.graph.nodes] == ["", "leakyrelu", "conv2d", "layernorm", ""]
+
+
+def tokens_as_image(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).view(x.shape[0], 8, 6, 6)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_an_image_by_itself_whose_channels_lie_last_is_seen_as_one(batch: int) -> None:
+    x = weight(batch, 36, 8)
+    assert tokens_as_image(x).is_contiguous(memory_format=torch.channels_last)
+    gm = symbolic_trace(Of(lambda x: F.conv2d(tokens_as_image(x), KERNEL, None, 1, 1)))
+    (result,) = Forms(gm, [x])(x)
+    assert result.is_contiguous(memory_format=torch.channels_last)
+    assert result.stride() == (288, 1, 48, 8)
+    torch.testing.assert_close(result, gm(x))
+
+
+def test_a_part_of_a_single_element_is_looked_at_in_its_own_steps() -> None:
+    whole = weight(1, 7, 6, 4)
+    gm = symbolic_trace(Of(lambda x: x[:, 2:] * 2, lambda x: x + 1))
+    forms = Forms(gm, [whole])
+    viewed = [node.name for node in forms.known.viewed]
+    assert viewed == ["getitem"]
+    torch.testing.assert_close(forms(whole)[0], whole[:, 2:] * 2 + 1)
+    assert not Forms(gm, [weight(2, 7, 6, 4)]).known.viewed  # with gaps, a copy is made
