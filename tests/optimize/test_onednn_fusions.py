@@ -42,12 +42,14 @@ GATES: dict[str, tuple[Function, set[str]]] = {
     "operators": (lambda x: (x @ SQUARE + x.tanh()) * x, {"x"}),
     "later": (lambda x: F.gelu((layer(x) + x.tanh()) * x.exp()) + x, {"x"}),
     "the other factor": (lambda x: (x @ x.tanh().mT @ x.sigmoid() + x.exp()) * x.sigmoid(), {"sigmoid_1"}),
+    "a square": (lambda x: x * x + x.tanh() + x, {"x"}),
+    "a gate of a square": (lambda x: torch.relu(x * x + x.tanh()) * x, {"x"}),
     "no sum before": (lambda x: layer(x) * x.tanh() + x, set()),
     "a block": (lambda x: layer(x) + x, set()),
     "of another": (lambda x: (layer(x.exp()) + x.tanh()) * x, set()),
     "across a norm": (lambda x: F.layer_norm(layer(x) + x.tanh(), [10], W10, W10) * x, set()),
 }
-"""Products that are joined with what they were made of, and what the last call has to be given as a copy."""
+"""Sums that are joined with what their products were made of, and what the last call has to be given as a copy."""
 
 
 def a_program(function: Function, *sample: Tensor) -> tuple[torch.fx.GraphModule, Callable[..., Tensor], list[str]]:

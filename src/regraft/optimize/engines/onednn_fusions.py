@@ -21,7 +21,7 @@ _OTHERS = {
     *(f"{kind}pool{axes}d" for kind in ("avg", "max") for axes in (1, 2, 3)),
 }
 _AT_MOST = 16
-"""So many inputs of products are remembered of a value: many more than a kernel takes."""
+"""So much of what was read is remembered: more than a kernel takes."""
 
 
 def kept_apart(gm: GraphModule) -> set[Node]:
@@ -50,9 +50,9 @@ def kept_apart(gm: GraphModule) -> set[Node]:
 
 
 def read_twice(gm: GraphModule) -> dict[Node, set[Node]]:
-    """The arguments that a call has to be given as copies: a product in the same kernel was made of them.
+    """The arguments that a call has to be given as copies: what begins the same kernel was made of them.
 
-    Where something is added to a product and the sum is joined with what the product was made of, the process ends.
+    Where something is added to a product of `x`, or to `x * x`, and the sum is joined with `x`, the process ends.
 
     Args:
         gm: The graph.
@@ -60,7 +60,7 @@ def read_twice(gm: GraphModule) -> dict[Node, set[Node]]:
     copies: dict[Node, set[Node]] = {}
     first: dict[Node, Node] = {}  # of two equal calls the first, since TorchScript makes one of them
     equal: dict[str, Node] = {}
-    made_of: dict[Node, tuple[Node, ...]] = {}  # what the products in the kernel of a value were made of
+    made_of: dict[Node, tuple[Node, ...]] = {}  # what was read in the kernel of a value
     summed: set[Node] = set()
     for node in gm.graph.nodes:
         arguments = map_arg((node.args, node.kwargs), first.__getitem__)
@@ -73,10 +73,12 @@ def read_twice(gm: GraphModule) -> dict[Node, set[Node]]:
             twice = {each for each, same in given.items() if any(same in made_of[other] for other in sums)}
             if twice:
                 copies[node] = twice
-            made = tuple(each for other in given.values() for each in made_of.get(other, ()))[-_AT_MOST:]
-            made_of[first[node]] = made
-            if sums or (name in _SUMS and made):
+            read = dict.fromkeys(each for other in given.values() for each in made_of.get(other, ()))
+            if sums or (name in _SUMS and read):
                 summed.add(first[node])
+            if name in _JOINING:
+                read.update(dict.fromkeys(given.values()))
+            made_of[first[node]] = tuple(read)[-_AT_MOST:]
     return copies
 
 
