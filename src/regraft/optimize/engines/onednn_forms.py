@@ -41,7 +41,7 @@ class Forms(nn.Module):
     When it fuses an addition, a product or the like, that is tensors that are not of one size, or that have several
     elements in one place: it reads and writes beyond some of them, and `x * c * c` with a `c` of fewer axes ends the
     process. Then tensors with an axis of one element whose step is not what it would be by itself, as between the heads
-    of a transposed single token. And what a product in the same kernel was made of. Such tensors become dense ones of
+    of a transposed single token. And what the same kernel began with. Such tensors become dense ones of
     their own. So does a product of a single row: one of 2048 numbers, with another tensor added by the same kernel,
     writes beyond the end of its result.
 

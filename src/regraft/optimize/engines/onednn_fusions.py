@@ -1,4 +1,4 @@
-"""What oneDNN Graph must not fuse, since it ends the process then, goes wrong, or takes a hundred times as long."""
+"""What oneDNN Graph must not fuse, since it then ends the process, goes wrong, or takes far longer."""
 
 from __future__ import annotations
 
