@@ -44,6 +44,7 @@ from regraft.transformations import (
     ReducePrecision,
     RemoveDeadWork,
     ReplaceActivation,
+    ReplaceEinsum,
 )
 from regraft.verify import Culprit, Verification, bisect, verify
 
@@ -79,6 +80,7 @@ __all__ = [
     "RegraftError",
     "RemoveDeadWork",
     "ReplaceActivation",
+    "ReplaceEinsum",
     "Report",
     "ReversalConflict",
     "ReversibleTransformation",

@@ -19,6 +19,7 @@ from regraft.transformations.quantize import Quantize
 from regraft.transformations.reduce_precision import ReducePrecision
 from regraft.transformations.remove_dead_work import RemoveDeadWork
 from regraft.transformations.replace_activation import ReplaceActivation
+from regraft.transformations.replace_einsum import ReplaceEinsum
 
 TRANSFORMATIONS = (
     MergeLinears,
@@ -37,6 +38,7 @@ TRANSFORMATIONS = (
     FuseNorm,
     MergeConvs,
     ReplaceActivation,
+    ReplaceEinsum,
     FoldScale,
     DeepCopy,
     LintAndRecompile,
@@ -63,4 +65,5 @@ __all__ = [
     "ReducePrecision",
     "RemoveDeadWork",
     "ReplaceActivation",
+    "ReplaceEinsum",
 ]
