@@ -134,6 +134,15 @@ APART: dict[str, tuple[Function, Tensor, set[str], list[str]]] = {
     "several functions": (lambda x: torch.tanh(torch.relu(layer(x))) * B, A, set(), ["linear+relu+tanh+mul"]),
     "swish": (lambda x: (lambda y: torch.sigmoid(y) * y)(layer(x)), A, set(), ["linear+sigmoid+mul"]),
     "silu": (lambda x: F.silu(layer(x)) * B, A, set(), ["linear+sigmoid+mul+mul"]),
+    "silu, before a product": (lambda x: layer(F.silu(layer(x))), A, {"silu"}, ["linear+sigmoid+mul", "linear"]),
+    "a factor, before a product": (lambda x: layer(layer(x) * B) + x, A, {"mul"}, ["linear+mul", "linear+add"]),
+    "a divisor, before a product": (lambda x: (layer(x) / C) @ SQUARE, A, {"truediv"}, ["linear+div", "matmul"]),
+    "GELU by a sigmoid": (
+        lambda x: (lambda y: layer(y * torch.sigmoid(1.702 * y)))(layer(x)),
+        A,
+        {"mul_1"},
+        ["linear+mul+sigmoid+mul", "linear"],
+    ),
 }
 
 

@@ -55,7 +55,7 @@ def test_products(equation: str, dtype: torch.dtype) -> None:
     assert not [node for node in gm.graph.nodes if "einsum" in str(node.target)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(*(st.permutations(letters) for letters in ("abid", "abjd", "abij")))
 def test_every_order_of_the_axes_with_the_strides_of_einsum(left, right, result) -> None:
     equation = f"{''.join(left)},{''.join(right)}->{''.join(result)}"

@@ -48,7 +48,7 @@ class Flat:
         with torch.no_grad():
             results, self._spec = pytree.tree_flatten(caches.unfold(gm.forward(**call)))
         self._constants = [None if isinstance(result, Tensor) else (result,) for result in results]
-        self._layouts = [layout_of(result) for result in results if isinstance(result, Tensor)]
+        self._layouts = [_layout(result) for result in results if isinstance(result, Tensor)]
 
     def take(self, call: Mapping[str, Any]) -> list[Tensor]:
         """The tensors of a call, in the order of the graph's inputs.
@@ -72,7 +72,7 @@ class Flat:
             results: The tensors, in order.
         """
         tensors = (
-            result if layout is torch.contiguous_format else result.contiguous(memory_format=layout)
+            result if layout is None else result.contiguous(memory_format=layout)
             for result, layout in zip(results, self._layouts)
         )
         leaves = [next(tensors) if constant is None else constant[0] for constant in self._constants]
@@ -169,6 +169,12 @@ class Engine:
         if not ordinary_call() or not all(type(tensor) in ORDINARY for tensor in inputs):
             return False
         return type(self._gm).forward is self._forward
+
+
+def _layout(tensor: Tensor) -> torch.memory_format | None:
+    """In which order of its axes a tensor is contiguous; None where it is in neither that torch has names for."""
+    layout = layout_of(tensor)
+    return layout if tensor.is_contiguous(memory_format=layout) else None
 
 
 def _of_others(gm: GraphModule) -> nn.Module:

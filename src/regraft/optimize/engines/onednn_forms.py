@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Interpreter, Node
-from torch.fx.node import map_arg
+from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from regraft.core.flow import draws, known
 from regraft.core.modules import graph_modules
 from regraft.core.mutation import Mutations, may_alias, writes
-from regraft.core.values import made_of_sizes
+from regraft.core.values import layout_of, made_of_sizes
 from regraft.core.vocabulary import ATTENTION, Call, read
 from regraft.optimize.engines.onednn_fusions import CALLS, PRODUCTS, called, kept_apart, read_twice
+from regraft.optimize.engines.onednn_layouts import Images, anew, as_reshape, dense, is_view, lies_oddly
 from regraft.optimize.engines.onednn_spelling import as_linear, joined, respelled
 from regraft.optimize.engines.written_attention import Mask, WrittenAttention
 
@@ -31,6 +32,8 @@ _IN_PLACE = {name for name in _BROADCASTING if name.endswith("_")} | {"iadd", "i
 _JOINING = {"cat", "concat", "concatenate"}
 _ADDING = {"addmm", "baddbmm", "addmv", "addbmm"}
 """Matrix products that are added to their first tensor."""
+Form = tuple[torch.Size, torch.memory_format]
+"""The size of a tensor, and whether its channels lie last."""
 Attention = Literal["fused", "in float32", "in its own type"]
 """How attention is computed: by torch's fused call, or written out, in one type or the other."""
 
@@ -38,7 +41,7 @@ Attention = Literal["fused", "in float32", "in its own type"]
 class Forms(nn.Module):
     """A graph without what oneDNN Graph goes wrong at, or has no form for.
 
-    When it fuses an addition, a product or the like, that is tensors that are not of one size, or that have several
+    When it fuses an addition, a product or the like, that is tensors that are not of one form, or that have several
     elements in one place: it reads and writes beyond some of them, and `x * c * c` with a `c` of fewer axes ends the
     process. Then tensors with an axis of one element whose step is not what it would be by itself, as between the heads
     of a transposed single token. And what the same kernel began with. Such tensors become dense ones of
@@ -70,9 +73,9 @@ class Forms(nn.Module):
         values.run(*sample)
         self.known = values
         self.larger = {node: values.to_enlarge(node) for node in gm.graph.nodes if called(node, gm) in _BROADCASTING}
-        constants = {(a, size) for larger in self.larger.values() for a, size in larger.items() if a in values.steady}
+        constants = {(a, form) for larger in self.larger.values() for a, form in larger.items() if a in values.steady}
         self.places = {constant: place for place, constant in enumerate(constants)}
-        self.beside = [_dense(values.steady[node], size) for node, size in self.places]
+        self.beside = [dense(values.steady[node], *form) for node, form in self.places]
         self.attention: Attention = "fused"
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -95,11 +98,11 @@ class Forms(nn.Module):
         return [next(others) if known is None else known.clone() for known in self.known.results]
 
 
-class _Values(Interpreter):
+class _Values(Images):
     """Runs a graph and notes of every tensor its size, and what oneDNN Graph goes wrong at.
 
     Attributes:
-        sizes: The size of each tensor.
+        forms: The size of each tensor, and whether its channels lie last.
         odd: The tensors that lie oddly.
         rows: The products of a single row.
         viewed: The tensors that are looked at anew.
@@ -113,7 +116,7 @@ class _Values(Interpreter):
     def __init__(self, gm: GraphModule) -> None:
         super().__init__(gm)
         self.gm = gm
-        self.sizes: dict[Node, torch.Size] = {}
+        self.forms: dict[Node, Form] = {}
         self.odd: set[Node] = set()
         self.rows: set[Node] = set()
         self.viewed: set[Node] = set()
@@ -126,7 +129,13 @@ class _Values(Interpreter):
         self._apart, self._twice = kept_apart(gm), read_twice(gm)
 
     def run_node(self, n: Node) -> Any:
-        result = super().run_node(n)
+        try:
+            result = super().run_node(n)
+        except RuntimeError:
+            if not is_view(n):
+                raise
+            self.respelled[n] = partial(as_reshape, n)
+            result = self.respelled[n](self.env)
         if isinstance(result, Tensor):
             self._note(n, result)
         if n.op == "output":
@@ -135,11 +144,11 @@ class _Values(Interpreter):
         return result
 
     def _note(self, n: Node, result: Tensor) -> None:
-        self.sizes[n] = result.shape
+        self.forms[n] = result.shape, layout_of(result)
         name = called(n, self.gm)
         if n in self._steady:
             self.steady[n] = result.detach()  # it may be a parameter
-        if _lies_oddly(result):
+        if lies_oddly(result):
             self.odd.add(n)
         single = result.shape[:1] == (1,) and result.stride(0) != result.numel()
         if single or n in self._apart:
@@ -168,23 +177,23 @@ class _Values(Interpreter):
         if written.mask is not None and written.mask not in self.masks and (mask is None or mask in self._steady):
             self.masks[written.mask] = written.prepared(self.env).known()
 
-    def to_enlarge(self, node: Node) -> dict[Node, torch.Size]:
-        """The tensors that a call is not to be given as they are, with the size that they become."""
-        given = [argument for argument in node.all_input_nodes if argument in self.sizes]
-        size = self.sizes.get(node)
-        if size is None or not given:
+    def to_enlarge(self, node: Node) -> dict[Node, Form]:
+        """The tensors that a call is not to be given as they are, with the form that they get."""
+        given = [argument for argument in node.all_input_nodes if argument in self.forms]
+        form = self.forms.get(node)
+        if form is None or not given:
             return {}
         several, twice = len(given) > 1, self._twice.get(node, ())
         if called(node, self.module) in _IN_PLACE:  # what is written to has to stay what it is
             del given[0]
         return {
-            a: size
+            a: form
             for a in given
-            if a in self.odd or a in self.steady or (several and (self.sizes[a] != size or a in twice))
+            if a in self.odd or a in self.steady or (several and (self.forms[a] != form or a in twice))
         }
 
 
-class _Run(Interpreter):
+class _Run(Images):
     """Runs a graph in its forms.
 
     Args:
@@ -207,7 +216,7 @@ class _Run(Interpreter):
             return self._written_out(known.attentions[n])
         result = known.respelled[n](self.env) if n in known.respelled else super().run_node(n)
         result = result.clone() if n in known.rows else result
-        return _anew(result) if n in known.viewed else result
+        return anew(result) if n in known.viewed else result
 
     def _written_out(self, attention: WrittenAttention) -> Tensor:
         key, dtype = attention.mask, torch.float32 if self._forms.attention == "in float32" else attention.dtype
@@ -216,27 +225,12 @@ class _Run(Interpreter):
             self._masks[key, dtype] = (known or attention.prepared(self.env)).to(dtype)
         return attention.compute(self.env, self._masks[key, dtype] if key is not None else None, dtype)
 
-    def fetch_args_kwargs_from_env(self, n: Node) -> Any:
-        larger = self._forms.larger.get(n, {})
-
-        def load(argument: Node) -> Any:
-            size = larger.get(argument)
-            if size is None:
-                return self.env[argument]
-            place = self._forms.places.get((argument, size))
-            return _dense(self.env[argument], size) if place is None else self._beside[place]
-
-        return map_arg((n.args, n.kwargs), load)
-
-
-def _dense(tensor: Tensor, size: torch.Size) -> Tensor:
-    return tensor.expand(size).clone(memory_format=torch.contiguous_format)
-
-
-def _anew(tensor: Tensor) -> Tensor:
-    """The same memory, as a tensor with which nothing is fused, and a first axis of one element in its own step."""
-    steps = tensor.stride()
-    return tensor.as_strided(tensor.shape, (tensor.numel(), *steps[1:]) if tensor.shape[:1] == (1,) else steps)
+    def given(self, n: Node, argument: Node) -> Any:
+        form = self._forms.larger.get(n, {}).get(argument)
+        if form is None:
+            return super().given(n, argument)
+        place = self._forms.places.get((argument, form))
+        return dense(self.env[argument], *form) if place is None else self._beside[place]
 
 
 def _tensors(results: Any) -> list[Tensor]:
@@ -268,24 +262,3 @@ def _pure(node: Node, gm: GraphModule) -> bool:
 
 def _only_read_by(value: Node, reader: Node, gm: GraphModule) -> bool:
     return list(value.users) == [reader] and value.op == "call_function" and not may_alias(value, gm)
-
-
-def _lies_oddly(tensor: Tensor) -> bool:
-    """Whether several elements are in one place, or an axis of one element has a step that it would not have by itself.
-
-    The first axes of one element are taken for what they are, whatever their step. Or whether there are gaps between
-    the elements, as in a slice of a merged layer's result: oneDNN Graph has a slow kernel for such, forty times slower
-    than a copy.
-    """
-    within = False
-    for axis, (size, step) in enumerate(zip(tensor.shape, tensor.stride())):
-        own = tensor.shape[axis + 1] * tensor.stride(axis + 1) if axis + 1 < tensor.ndim else 1
-        if (size > 1 and step == 0) or (size == 1 and within and step != own):
-            return True
-        within = within or size > 1
-    dense = 1
-    for step, size in sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape) if size > 1):
-        if step != dense:
-            return True
-        dense *= size
-    return False

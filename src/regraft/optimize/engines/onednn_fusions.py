@@ -11,7 +11,8 @@ PRODUCTS = {"linear", "bilinear", "matmul", "mm", "bmm", "mv", "einsum", "addmm"
 """Matrix products, by the names of their functions, methods and layers."""
 _CONVOLUTIONS = {f"conv{kind}{axes}d" for kind in ("", "transpose") for axes in (1, 2, 3)}
 _SUMS = {"add", "iadd"}
-_JOINING = {*_SUMS, "mul", "imul", "multiply", "div", "divide", "truedivide", "truediv", "itruediv"}
+_FACTORS = {"mul", "imul", "multiply", "div", "divide", "truedivide", "truediv", "itruediv"}
+_JOINING = {*_SUMS, *_FACTORS}
 _ELEMENTWISE = {
     *("abs", "clamp", "clip", "elu", "exp", "gelu", "hardswish", "hardtanh", "leakyrelu", "log", "relu", "relu6"),
     *("round", "sigmoid", "silu", "sqrt", "square", "tanh"),
@@ -29,7 +30,8 @@ def kept_apart(gm: GraphModule) -> set[Node]:
 
     An elementwise function goes into the kernel of the product, convolution or sum before it, and what follows it does
     so, too. Without one, or where others read that as well, oneDNN Graph has only its reference kernel. So it has after
-    a norm or a pooling. And what is added to a layer norm it takes for one of the norm's own tensors.
+    a norm or a pooling. And what is added to a layer norm it takes for one of the norm's own tensors. It takes a factor
+    for the beginning of the product that reads it, rather than for the end of the one before, of which it is a part.
 
     Args:
         gm: The graph.
@@ -46,6 +48,8 @@ def kept_apart(gm: GraphModule) -> set[Node]:
             before = node.all_input_nodes[0]
             fused = before in leading and (len(before.users) == 1 or _is_swish(node, before, gm))
             (leading if fused else apart).add(node)
+        if (name in _FACTORS or name == "silu") and any(_plain(user, gm) in PRODUCTS for user in node.users):
+            apart.add(node)
     return apart
 
 

@@ -1,0 +1,119 @@
+"""How the tensors of a graph lie in memory when oneDNN Graph runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.node import map_arg
+
+from regraft.core.strides import depends_on_strides
+from regraft.core.values import target_name
+from regraft.optimize.engines.onednn_fusions import called
+
+_VIEWS = {"view", "_unsafe_view", "view_as"}
+_CONVOLUTIONS = {"conv2d", "conv_transpose2d", "convtranspose2d"}
+
+
+class Images(Interpreter):
+    """Runs a graph with images whose channels lie last, as oneDNN's convolutions have them.
+
+    What a kernel gives to torch lies as it does in the trace. With the channels first each image is reordered there and
+    back, and a kernel that is given images of both kinds takes ten times as long.
+
+    Args:
+        gm: The graph. Where it reads strides, or has layers that may do so, images stay as they are.
+    """
+
+    def __init__(self, gm: GraphModule) -> None:
+        super().__init__(gm)
+        self._convolutions: dict[Node, Node] = {}
+        if not any(_reads_strides(node, gm) for node in gm.graph.nodes):
+            nodes = (node for node in gm.graph.nodes if called(node, gm) in _CONVOLUTIONS)
+            self._convolutions = {node: node.all_input_nodes[0] for node in nodes}
+
+    def fetch_args_kwargs_from_env(self, n: Node) -> Any:
+        """See `Interpreter.fetch_args_kwargs_from_env`."""
+        return map_arg((n.args, n.kwargs), lambda argument: self.given(n, argument))
+
+    def given(self, n: Node, argument: Node) -> Any:
+        """What a node is given for one of its arguments.
+
+        Args:
+            n: The node.
+            argument: The argument.
+        """
+        value = self.env[argument]
+        if self._convolutions.get(n) is not argument or value.ndim != 4:
+            return value
+        return value.contiguous(memory_format=torch.channels_last)
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node is a view in other sizes, which an image may not have where its channels lie last.
+
+    Args:
+        node: The node.
+    """
+    return _name(node) in _VIEWS and not any(isinstance(value, torch.dtype) for value in node.args)
+
+
+def as_reshape(node: Node, env: Mapping[Node, Any]) -> Any:
+    """A view as a reshape, from the values of the nodes.
+
+    Args:
+        node: The view.
+        env: The values.
+    """
+    values: Any = map_arg((*node.args, *node.kwargs.values()), env.__getitem__)
+    given, *sizes = values
+    return given.reshape(sizes[0].shape) if _name(node) == "view_as" else given.reshape(*sizes)
+
+
+def _reads_strides(node: Node, gm: GraphModule) -> bool:
+    return _name(node) not in _VIEWS and any(depends_on_strides(node, value, gm) for value in node.all_input_nodes)
+
+
+def _name(node: Node) -> str:
+    return target_name(node).partition(".")[0] if node.op in ("call_method", "call_function") else ""
+
+
+def dense(tensor: Tensor, size: torch.Size, layout: torch.memory_format) -> Tensor:
+    """A copy of a tensor, expanded to a size.
+
+    Args:
+        tensor: The tensor.
+        size: The size.
+        layout: How the copy lies in memory.
+    """
+    return tensor.expand(size).clone(memory_format=layout)
+
+
+def anew(tensor: Tensor) -> Tensor:
+    """The same memory, as a tensor with which nothing is fused, and a first axis of one element in its own step."""
+    steps = tensor.stride()
+    return tensor.as_strided(tensor.shape, (tensor.numel(), *steps[1:]) if tensor.shape[:1] == (1,) else steps)
+
+
+def lies_oddly(tensor: Tensor) -> bool:
+    """Whether several elements are in one place, or an axis of one element has a step that it would not have by itself.
+
+    The first axes of one element are taken for what they are, whatever their step. Or whether there are gaps between
+    the elements, as in a slice of a merged layer's result: oneDNN Graph has a slow kernel for such, forty times slower
+    than a copy.
+    """
+    within = False
+    for axis, (size, step) in enumerate(zip(tensor.shape, tensor.stride())):
+        own = tensor.shape[axis + 1] * tensor.stride(axis + 1) if axis + 1 < tensor.ndim else 1
+        if (size > 1 and step == 0) or (size == 1 and within and step != own):
+            return True
+        within = within or size > 1
+    dense = 1
+    for step, size in sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape) if size > 1):
+        if step != dense:
+            return True
+        dense *= size
+    return False

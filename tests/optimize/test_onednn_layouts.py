@@ -1,0 +1,145 @@
+"""Images have their channels last between oneDNN Graph's kernels, and nobody outside notices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_onednn_graph import W8, W10, Of, built, weight
+from torch import Tensor, nn
+from torch.fx import symbolic_trace
+from torch.nn import functional as F
+
+from helpers import randomise
+from regraft.optimize.engines import onednn_graph
+from regraft.optimize.engines.flat import Engine, Flat
+from regraft.optimize.engines.onednn_forms import Forms
+
+SIZE = (2, 6, 12, 10)
+LAST = torch.channels_last
+X = weight(*SIZE)
+
+
+def conv(x: Tensor) -> Tensor:
+    return F.conv2d(x, weight(8, 6, 3, 3), W8, padding=1)
+
+
+def layouts(function: Callable[[Tensor], Any]) -> dict[str, torch.memory_format]:
+    """How each value lies while the graph runs."""
+    return {node.name: layout for node, (_, layout) in Forms(symbolic_trace(Of(function)), [X]).known.forms.items()}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: conv(x).relu(),
+        lambda x: F.conv_transpose2d(x, weight(6, 8, 3, 3)),
+        lambda x: F.max_pool2d(conv(x), 2),
+        lambda x: conv(x) * conv(x).mean((2, 3), keepdim=True).sigmoid(),
+    ],
+)
+def test_images_have_their_channels_last(function) -> None:
+    found = layouts(function)
+    assert found["x"] is torch.contiguous_format
+    assert [found[name] for name in found][-1] is LAST
+
+
+def test_images_of_layers_do_too() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(6, 8, 3), nn.ConvTranspose2d(8, 6, 3)
+
+        def forward(self, x):
+            return self.b(self.a(x).tanh())
+
+    gm = symbolic_trace(randomise(Net()))
+    forms = Forms(gm, [X])
+    assert [layout is LAST for _, layout in forms.known.forms.values()] == [False, True, True, True, True]
+    torch.testing.assert_close(built(gm, X)([X])[0], gm(X))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, LAST])
+@pytest.mark.parametrize(
+    "function",
+    [
+        conv,
+        lambda x: conv(x).permute(0, 2, 3, 1),
+        lambda x: conv(x).flatten(2),
+        lambda x: conv(x).flatten(2).transpose(1, 2),
+        lambda x: (conv(x), conv(x).relu().contiguous(), x * 2),
+        lambda x: conv(x)[:, :, :, :1],
+    ],
+)
+def test_results_lie_as_those_of_the_model(function, layout) -> None:
+    gm, x = symbolic_trace(Of(function)), X.contiguous(memory_format=layout)
+    flat = Flat(gm, {"x": x})
+    engine = Engine(flat, onednn_graph.build(flat), gm)
+    for _ in range(2):
+        wanted, found = gm(x), engine({"x": x})
+        torch.testing.assert_close(found, wanted)
+        pairs = zip(found, wanted) if isinstance(wanted, tuple) else [(found, wanted)]
+        for ours, theirs in pairs:
+            for kind in (torch.contiguous_format, LAST)[: theirs.ndim - 2]:
+                assert ours.is_contiguous(memory_format=kind) >= theirs.is_contiguous(memory_format=kind)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: conv(x).view(2, -1) * 3,
+        lambda x: conv(x).view(size=(2, 96, -1)).relu(),
+        lambda x: conv(x).view(2, 2, 4, 12, 10).transpose(1, 2).flatten(1, 2),
+        lambda x: torch.ops.aten.view.default(conv(x), [2, -1]).tanh(),
+        lambda x: torch.ops.aten._unsafe_view.default(conv(x), [2, 8, -1]).tanh(),
+        lambda x: conv(x).view_as(torch.empty(2, 16, 60)) + 1,
+        lambda x: conv(x).view(x.size(0), x.size(1), -1) - 1,
+    ],
+)
+def test_a_view_that_an_image_has_not(function) -> None:
+    module = Of(function)
+    run = built(module, X)
+    for _ in range(2):
+        torch.testing.assert_close(run([X])[0], module(X))
+
+
+def test_a_view_in_sizes_that_there_are_not_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="shape"):
+        Forms(symbolic_trace(Of(lambda x: conv(x).view(7, -1))), [X])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: conv(x).as_strided((4, 5), (5, 1)) * 2,
+        lambda x: conv(x).relu() * conv(x).stride(1),
+        lambda x: torch.as_strided(conv(x), (4, 5), (7, 2), 3).relu(),
+    ],
+)
+def test_a_graph_that_reads_strides_finds_its_own(function) -> None:
+    module = Of(function)
+    assert LAST not in layouts(function).values()
+    torch.testing.assert_close(built(module, X)([X])[0], module(X))
+
+
+def test_a_kernel_is_not_given_images_of_both_kinds() -> None:
+    def function(x: Tensor) -> Tensor:
+        y = F.conv2d(x, weight(6, 6, 3, 3), padding=1).relu()
+        return torch.tanh(y * weight(2, 1, 12, 10) + x.sigmoid()) / y.mean((2, 3), keepdim=True)
+
+    module = Of(function)
+    forms = Forms(symbolic_trace(module), [X])
+    given = {node.name: [a.name for a in larger] for node, larger in forms.larger.items() if larger}
+    assert given == {"mul": ["_tensor_constant1"], "add": ["sigmoid"], "truediv": ["mean"]}
+    assert {form for larger in forms.larger.values() for form in larger.values()} == {(X.shape, LAST)}
+    assert all(tensor.is_contiguous(memory_format=LAST) for tensor in forms.beside)
+    torch.testing.assert_close(built(module, X)([X])[0], module(X))
+
+
+def test_tensors_of_four_axes_that_are_no_images_stay_as_they_are() -> None:
+    def function(x: Tensor) -> Tensor:
+        return torch.softmax(x @ x.mT + weight(12, 12), -1) @ x + F.linear(x, weight(10, 10), W10)
+
+    assert set(layouts(function).values()) == {torch.contiguous_format}
