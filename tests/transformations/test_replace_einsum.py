@@ -10,6 +10,7 @@ from torch import nn
 
 import regraft as rg
 from helpers import check_applied, check_refused, run
+from regraft.transformations._einsum import MatrixProduct
 
 RULE = rg.ReplaceEinsum()
 SIZES = {"a": 2, "b": 3, "i": 5, "j": 6, "d": 4}
@@ -83,14 +84,16 @@ def test_a_list_of_tensors_in_a_graph_of_one_s_own() -> None:
         ("aid,ajd->aijd", "no product of two matrices"),
         ("aid,ajd->ai", "no product"),  # j is summed by itself
         ("ad,ajd->aj", "no product"),  # a vector
+        ("aid,ad->ai", "no product"),
         ("iad,djb->iajb", "no product"),  # two axes of rows
+        ("ida,jd->ij", "no product"),  # a is summed by itself, too
         ("aid,ajd->aji", None),
         ("id,jd", "no product"),  # what it results in is left to torch
-        ("ii,ij->ij", "no product"),  # a diagonal
+        ("iid,jd->ij", "no product"),  # a diagonal
     ],
 )
 def test_what_is_no_product(equation: str, why: str | None) -> None:
-    given = (torch.randn(5, 5), torch.randn(5, 6)) if "ii" in equation else tensors(equation)
+    given = tensors(equation)
     if why is None:
         check_applied(RULE, einsum(equation), given, "trace")
     else:
@@ -102,6 +105,12 @@ def test_an_axis_of_one_element_that_einsum_repeats() -> None:
         check_refused(RULE, einsum("id,jd->ij"), (torch.randn(x), torch.randn(y)), "trace", "no product")
     given = torch.randn(1, 5, 4), torch.randn(2, 6, 4)
     check_refused(RULE, einsum("aid,ajd->aij"), given, "trace", "no product")
+
+
+def test_other_numbers_of_axes() -> None:
+    given = torch.randn(2, 5, 4), torch.randn(6, 4)
+    check_refused(RULE, einsum("...id,...jd->...ij"), given, "trace", "no product")
+    assert MatrixProduct.of("aid,ajd->aij", [(2, 5, 4), (2, 6)]) is None
 
 
 def test_other_numbers_of_tensors() -> None:

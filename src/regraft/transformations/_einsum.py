@@ -60,13 +60,11 @@ def _letters(equation: str, ranks: Sequence[int]) -> list[list[str]] | None:
 
     What an ellipsis stands for gets letters that the equation has not.
     """
-    given, arrow, result = equation.replace(" ", "").partition("->")
+    given, _, result = equation.replace(" ", "").partition("->")
     terms = given.split(",")
-    if not arrow or len(terms) != 2:
+    if len(terms) != 2:
         return None
     hidden = {rank - len(term.replace("...", "")) for term, rank in zip(terms, ranks, strict=True) if "..." in term}
-    if len(hidden) > 1:
-        return None
     free = [letter for letter in string.ascii_letters if letter not in equation]
     instead = "".join(free[: max(*hidden, 0) if hidden else 0])
     read = [list(term.replace("...", instead)) for term in (*terms, result)]
