@@ -66,7 +66,7 @@ def _letters(equation: str, ranks: Sequence[int]) -> list[list[str]] | None:
         return None
     hidden = {rank - len(term.replace("...", "")) for term, rank in zip(terms, ranks, strict=True) if "..." in term}
     free = [letter for letter in string.ascii_letters if letter not in equation]
-    instead = "".join(free[: max(*hidden, 0) if hidden else 0])
+    instead = "".join(free[: max((0, *hidden))])
     read = [list(term.replace("...", instead)) for term in (*terms, result)]
     plain = all(len({*axes}) == len(axes) and set(axes) <= {*string.ascii_letters} for axes in read)
     return read if plain and all(len(axes) == rank for axes, rank in zip(read, ranks)) else None
