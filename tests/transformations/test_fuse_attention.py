@@ -165,6 +165,19 @@ def test_other_sizes() -> None:
     assert_matches_float64(model, gm, (torch.randn(4, H, 9, D), torch.randn(4, H, 11, D), torch.randn(4, H, 11, D)))
 
 
+def test_a_trained_bias_that_was_folded_hides_no_row() -> None:
+    biases = nn.Parameter(torch.randn(H, 9))
+    model = Three(
+        lambda m, q, k, v: attend(scores(q, k) + m.w[:, m.index], v), w=biases, index=torch.zeros(L, S).long()
+    )
+    gm = rg.RemoveDeadWork()(rg.trace(model, (Q, K, V)))
+    assert gm.graph.find_nodes(op="call_function", target=torch.clone)  # of the constant, which may be trained
+    rg.FuseAttention()(gm)
+    assert gm.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
+    assert not gm.graph.find_nodes(op="call_function", target=torch.masked_fill)
+    assert_matches_float64(model, gm, (Q, K, V))
+
+
 def test_gradients_flow_to_a_trained_bias() -> None:
     model = randomise(
         Three(

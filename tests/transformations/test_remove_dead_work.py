@@ -17,6 +17,8 @@ from helpers import Wrap, capture, check_applied, check_refused, randomise, run
 
 X = (torch.randn(3, 4),)
 
+_BACK = torch.ops.aten.reshape_as.default
+
 
 def with_shapes(model: nn.Module) -> torch.fx.GraphModule:
     """A graph as `torch.fx` makes it, before capture has cleaned it, with fake values."""
@@ -32,6 +34,9 @@ NOTHING: dict[str, tuple[Callable[[Any, Any], Any], int]] = {
     "view and back": (lambda m, x: (x + 1).view(12).view(3, 4) * 2, 2),
     "reshape": (lambda m, x: torch.reshape(x, (3, -1)) * 2, 1),
     "flatten": (lambda m, x: torch.flatten(x, 1) * 2, 1),
+    "flattened and back": (lambda m, x: (lambda y: y.flatten().reshape_as(y) * 2)(x + 1), 2),
+    "flattened and back, by operators": (lambda m, x: (lambda y: _BACK(torch.flatten(y), y) * 2)(x + 1), 2),
+    "viewed and flattened back": (lambda m, x: x.sum(1).view(3, 1).flatten() * 2, 2),
     "expand": (lambda m, x: x.expand(3, 4) * 2, 1),
     "permute": (lambda m, x: x.permute(0, 1) * 2, 1),
     "permute by one argument": (lambda m, x: x.permute((0, 1)) * 2, 1),

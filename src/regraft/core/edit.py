@@ -71,10 +71,10 @@ class Edit:
             node.meta["val"] = value
         return node
 
-    def copy(self, node: Node, instead: dict[Node, Node]) -> Node:
-        """A new node before `node` that does the same with other arguments: those that `instead` has."""
+    def copy(self, node: Node, instead: dict[Node, Node], before: Node | None = None) -> Node:
+        """A new node before `before`, or `node` itself, that does the same with the arguments that `instead` has."""
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: instead.get(n, n))
-        made = self._create(node, node.op, node.target, args, kwargs, None)
+        made = self._create(before or node, node.op, node.target, args, kwargs, None)
         value = node.meta.get("val")
         if isinstance(value, Tensor):
             made.meta["val"] = value.to(next((n.meta["val"].dtype for n in instead.values() if "val" in n.meta), None))

@@ -121,7 +121,10 @@ FLATTEN = Operation(
 RESHAPE = Operation(
     "reshape",
     "input shape",
-    (torch.reshape, *_overloads("reshape.default", "view.default", "_unsafe_view.default")),
+    (
+        torch.reshape,
+        *_overloads("reshape.default", "view.default", "_unsafe_view.default", "reshape_as.default", "view_as.default"),
+    ),
     ("reshape", "view", "reshape_as", "view_as"),
 )
 PAD = Operation(

@@ -13,7 +13,8 @@ from regraft.transformations import TRANSFORMATIONS
 # Simplify first, because what is gone hides nothing; then fold constants into weights; then fuse and merge; pack last,
 # because nothing matches a packed layer any more. A name that this version of regraft does not have is passed over.
 _SIMPLIFY = ("RemoveDeadWork", "FoldBatchNorm", "FusePad", "ReplaceEinsum")
-_FUSE = ("FuseAttention", "FuseNorm", "FuseGelu", "FoldScale", "ChangeTrueDivToMulByInverse")
+_FUSE = ("FuseAttention", "FuseNorm", "FuseGelu", "HoistActivation", "FoldScale", "ChangeTrueDivToMulByInverse")
+_TIDY = ("RemoveDeadWork",)  # what was there for a norm that is folded, or made of weights for a mask
 _MERGE = ("MergeLinears", "MergeConvs")
 PACKING = ("PrepackForCpu",)
 OTHER_KERNELS = 4.0
@@ -25,9 +26,9 @@ _SETTINGS: dict[str, dict[str, Any]] = {"FoldScale": {"layer_norms": False}}
 
 PRESETS: dict[str, tuple[str, ...]] = {
     # computes the same, to within the rounding that the model has itself
-    "exact": (*_SIMPLIFY, *_FUSE, *_MERGE, *PACKING),
+    "exact": (*_SIMPLIFY, *_FUSE, *_TIDY, *_MERGE, *PACKING),
     # also what changes the result by more than that; the error is shown
-    "fast": (*_SIMPLIFY, *_FUSE, "ReplaceActivation", *_MERGE, "ReducePrecision", *PACKING),
+    "fast": (*_SIMPLIFY, *_FUSE, *_TIDY, "ReplaceActivation", *_MERGE, "ReducePrecision", *PACKING),
     # what a compiler does not find by itself, and nothing that it does better
     "compile": (*_SIMPLIFY, "FuseAttention", *_MERGE),
 }

@@ -11,6 +11,7 @@ from regraft.transformations.fuse_bias_in_linear import FuseBiasInLinear
 from regraft.transformations.fuse_gelu import FuseGelu
 from regraft.transformations.fuse_norm import FuseNorm
 from regraft.transformations.fuse_pad import FusePad
+from regraft.transformations.hoist_activation import HoistActivation
 from regraft.transformations.lint_and_recompile import LintAndRecompile
 from regraft.transformations.merge_convs import MergeConvs
 from regraft.transformations.merge_linears import MergeLinears
@@ -31,6 +32,7 @@ TRANSFORMATIONS = (
     RemoveDeadWork,
     FuseGelu,
     FusePad,
+    HoistActivation,
     ReducePrecision,
     Quantize,
     PrepackForCpu,
@@ -57,6 +59,7 @@ __all__ = [
     "FuseGelu",
     "FuseNorm",
     "FusePad",
+    "HoistActivation",
     "LintAndRecompile",
     "MergeConvs",
     "MergeLinears",

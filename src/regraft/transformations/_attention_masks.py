@@ -50,7 +50,7 @@ def largest(value: Any, facts: Facts, depth: int = _DEEPEST) -> float:
     owner = facts.owner(value)
     if value.op == "get_attr":
         return _largest_of(attribute(owner, str(value.target)))
-    if value.target is torch.unflatten:
+    if value.target in (torch.unflatten, torch.clone):
         return largest(value.args[0], facts, depth - 1)
     call = read(value, owner)
     if call is None:

@@ -14,7 +14,7 @@ from regraft.core.flow import known
 from regraft.core.mutation import writes
 from regraft.core.pattern import Match, Pattern, near_miss
 from regraft.core.values import same_shape, target_name, value_of
-from regraft.core.vocabulary import DIVIDE, DROPOUT, IDENTITY, LINEAR, MULTIPLY, PAD, RESHAPE, read
+from regraft.core.vocabulary import DIVIDE, DROPOUT, FLATTEN, IDENTITY, LINEAR, MULTIPLY, PAD, RESHAPE, read
 from regraft.transformations._constants import constants, piece
 
 _CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool", "_to_copy"}
@@ -121,7 +121,7 @@ def unchanged_value(node: Node, owner: GraphModule) -> Node | None:
     if name == "contiguous":
         return source if not _needs_layout(node, source, owner) else None
     before, after = value_of(source), value_of(node)
-    if call is not None and call.operation is RESHAPE:
+    if call is not None and call.operation in (RESHAPE, FLATTEN):
         return _before_reshaping(source, after, owner)
     if before is None or after is None or not _like(before, after):
         return None
@@ -157,7 +157,7 @@ def _before_reshaping(source: Node, after: Tensor | None, owner: GraphModule) ->
         if before is None or _like(before, after):
             return source if before is not None else None
         call = read(source, owner)
-        if call is None or call.operation is not RESHAPE:
+        if call is None or call.operation not in (RESHAPE, FLATTEN):
             return None
         source = call.input
     return None
