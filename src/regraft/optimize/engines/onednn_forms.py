@@ -216,7 +216,7 @@ class _Run(Images):
             return self._written_out(known.attentions[n])
         result = known.respelled[n](self.env) if n in known.respelled else super().run_node(n)
         result = result.clone() if n in known.rows else result
-        return anew(result) if n in known.viewed else result
+        return anew(result, known.forms[n][0]) if n in known.viewed else result
 
     def _written_out(self, attention: WrittenAttention) -> Tensor:
         key, dtype = attention.mask, torch.float32 if self._forms.attention == "in float32" else attention.dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -92,10 +93,15 @@ def dense(tensor: Tensor, size: torch.Size, layout: torch.memory_format) -> Tens
     return tensor.expand(size).clone(memory_format=layout)
 
 
-def anew(tensor: Tensor) -> Tensor:
-    """The same memory, as a tensor with which nothing is fused, and a first axis of one element in its own step."""
+def anew(tensor: Tensor, size: torch.Size) -> Tensor:
+    """The same memory, as a tensor with which nothing is fused, and a first axis of one element in its own step.
+
+    Args:
+        tensor: The tensor.
+        size: Its size, which a trace would ask the tensor for in each call.
+    """
     steps = tensor.stride()
-    return tensor.as_strided(tensor.shape, (tensor.numel(), *steps[1:]) if tensor.shape[:1] == (1,) else steps)
+    return tensor.as_strided(size, (math.prod(size), *steps[1:]) if size[:1] == (1,) else steps)
 
 
 def lies_oddly(tensor: Tensor) -> bool:
