@@ -23,7 +23,7 @@ class Images(Interpreter):
     """Runs a graph with images whose channels lie last, as oneDNN's convolutions have them.
 
     What a kernel gives to torch lies as it does in the trace. With the channels first each image is reordered there and
-    back, and a kernel that is given images of both kinds takes ten times as long.
+    back, and a kernel that is given images of both kinds is far slower than torch.
 
     Args:
         gm: The graph. Where it reads strides, or has layers that may do so, images stay as they are.
