@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,6 +45,21 @@ def test_images_have_their_channels_last(function) -> None:
     found = layouts(function)
     assert found["x"] is torch.contiguous_format
     assert [found[name] for name in found][-1] is LAST
+
+
+@pytest.mark.parametrize("ratio", [0.9, 1.1])
+def test_images_lie_as_is_faster(monkeypatch: pytest.MonkeyPatch, ratio: float) -> None:
+    made: list[bool] = []
+
+    def fastest(forms: Forms, program: Any, sample: Any) -> Any:
+        made.append(forms.images)
+        return program
+
+    monkeypatch.setattr(onednn_graph, "compare_speed", lambda *_, **__: SimpleNamespace(ratio=ratio))
+    monkeypatch.setattr(onednn_graph, "_fastest", fastest)
+    module = Of(lambda x: conv(conv(x)[:, 2:].relu() * x.mean((2, 3), keepdim=True)).view(2, -1))
+    torch.testing.assert_close(built(module, X)([X])[0], module(X))
+    assert made == [ratio > 1]  # the ratio is of the images as they are
 
 
 def test_images_of_layers_do_too() -> None:

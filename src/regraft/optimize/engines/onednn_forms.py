@@ -57,20 +57,23 @@ class Forms(nn.Module):
     Args:
         gm: The graph.
         sample: Its inputs.
+        images: Whether the channels of images are to lie last, where the graph has convolutions.
 
     Attributes:
+        images: Whether they do.
         beside: What it is given after its inputs.
         attention: How attention is computed.
     """
 
-    def __init__(self, gm: GraphModule, sample: Sequence[Tensor]) -> None:
+    def __init__(self, gm: GraphModule, sample: Sequence[Tensor], images: bool = True) -> None:
         super().__init__()
         if len(graph_modules(gm)) > 1:
             raise ValueError("the graph has graphs inside of it")
         self.training = False  # of itself alone: the graph's modules are others', too
         self.gm = gm
-        values = _Values(gm)
+        values = _Values(gm, images)
         values.run(*sample)
+        self.images = values.images
         self.known = values
         self.larger = {node: values.to_enlarge(node) for node in gm.graph.nodes if called(node, gm) in _BROADCASTING}
         constants = {(a, form) for larger in self.larger.values() for a, form in larger.items() if a in values.steady}
@@ -113,8 +116,8 @@ class _Values(Images):
         masks: the masks of those that are the same in each call.
     """
 
-    def __init__(self, gm: GraphModule) -> None:
-        super().__init__(gm)
+    def __init__(self, gm: GraphModule, images: bool) -> None:
+        super().__init__(gm, images)
         self.gm = gm
         self.forms: dict[Node, Form] = {}
         self.odd: set[Node] = set()
@@ -202,7 +205,7 @@ class _Run(Images):
     """
 
     def __init__(self, forms: Forms, beside: Sequence[Tensor]) -> None:
-        super().__init__(forms.gm)
+        super().__init__(forms.gm, forms.images)
         self._forms, self._known, self._beside = forms, forms.known, beside
         self._masks: dict[Any, Mask] = {}
 

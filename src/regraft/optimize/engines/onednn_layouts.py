@@ -27,14 +27,20 @@ class Images(Interpreter):
 
     Args:
         gm: The graph. Where it reads strides, or has layers that may do so, images stay as they are.
+        images: Whether there are to be such images.
     """
 
-    def __init__(self, gm: GraphModule) -> None:
+    def __init__(self, gm: GraphModule, images: bool = True) -> None:
         super().__init__(gm)
         self._convolutions: dict[Node, Node] = {}
-        if not any(_reads_strides(node, gm) for node in gm.graph.nodes):
+        if images and not any(_reads_strides(node, gm) for node in gm.graph.nodes):
             nodes = (node for node in gm.graph.nodes if called(node, gm) in _CONVOLUTIONS)
             self._convolutions = {node: node.all_input_nodes[0] for node in nodes}
+
+    @property
+    def images(self) -> bool:
+        """Whether there are such images."""
+        return bool(self._convolutions)
 
     def fetch_args_kwargs_from_env(self, n: Node) -> Any:
         """See `Interpreter.fetch_args_kwargs_from_env`."""
