@@ -182,11 +182,32 @@ def test_an_image_by_itself_whose_channels_lie_last_is_seen_as_one(batch: int) -
     torch.testing.assert_close(result, gm(x))
 
 
-def test_a_part_of_a_single_element_is_looked_at_in_its_own_steps() -> None:
+def test_a_part_of_a_single_element_stays_as_it_is() -> None:
     whole = weight(1, 7, 6, 4)
     gm = symbolic_trace(Of(lambda x: x[:, 2:] * 2, lambda x: x + 1))
     forms = Forms(gm, [whole])
-    viewed = [node.name for node in forms.known.viewed]
-    assert viewed == ["getitem"]
+    assert not forms.known.viewed
+    assert not forms.known.odd
     torch.testing.assert_close(forms(whole)[0], whole[:, 2:] * 2 + 1)
-    assert not Forms(gm, [weight(2, 7, 6, 4)]).known.viewed  # with gaps, a copy is made
+    assert Forms(gm, [weight(2, 7, 6, 4)]).known.odd  # with gaps, a copy is made
+
+
+@pytest.mark.parametrize("layout", [lambda x: x.permute(0, 3, 1, 2), lambda x: x[..., ::2]])
+def test_matrices_without_a_row_or_a_column_in_one_piece_are_gathered(layout) -> None:
+    x = weight(2, 6, 6, 8)
+    scattered = layout(x)
+    assert 1 not in scattered.stride()[-2:]
+    other = weight(*scattered.shape[:-2], scattered.shape[-1], 3)
+    gm = symbolic_trace(Of(lambda x: torch.matmul(layout(x), other).tanh()))
+    forms = Forms(gm, [x])
+    (product,) = (node for node in gm.graph.nodes if node.target is torch.matmul)
+    assert list(forms.larger[product].values()) == [(scattered.shape, torch.contiguous_format)]
+    (result,) = built(gm, x)([x])
+    torch.testing.assert_close(result, gm(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", [lambda x: x, lambda x: x.transpose(-1, -2), lambda x: x.permute(2, 1, 0, 3)])
+def test_other_matrices_stay_as_they_are(layout) -> None:
+    gm = symbolic_trace(Of(lambda x: torch.matmul(layout(x), layout(x).transpose(-1, -2))))
+    forms = Forms(gm, [weight(2, 6, 5, 8)])
+    assert not any(forms.larger.values())

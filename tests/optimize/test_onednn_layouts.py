@@ -162,3 +162,24 @@ def test_tensors_of_four_axes_that_are_no_images_stay_as_they_are() -> None:
         return torch.softmax(x @ x.mT + weight(12, 12), -1) @ x + F.linear(x, weight(10, 10), W10)
 
     assert set(layouts(function).values()) == {torch.contiguous_format}
+
+
+@pytest.mark.parametrize("look", [lambda y: y.reshape(2, -1), lambda y: y.flatten(), lambda y: y.view(2, -1)])
+def test_images_stay_where_a_write_is_seen_through_a_view(look) -> None:
+    def written(x: Tensor) -> Tensor:
+        y = conv(x)
+        look(y).mul_(2)
+        return y
+
+    assert layouts(written)["conv2d"] is torch.contiguous_format
+    module = Of(written)
+    torch.testing.assert_close(built(module, X)([X])[0], 2 * conv(X), rtol=1e-4, atol=1e-4)
+
+
+def test_a_view_is_copied_only_where_nobody_writes() -> None:
+    channels_last = X.contiguous(memory_format=LAST)
+    read = symbolic_trace(Of(lambda x: x.clone().view(2, -1) * 2))
+    torch.testing.assert_close(Forms(read, [channels_last])(channels_last)[0], 2 * X.reshape(2, -1))
+    written = symbolic_trace(Of(lambda x: (lambda y: (y.view(2, -1).mul_(2), y)[1])(x.clone())))
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        Forms(written, [channels_last])

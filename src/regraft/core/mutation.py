@@ -127,11 +127,12 @@ def _aliased(node: Node) -> list[Node]:
 
 @cache
 def _named_op_aliases(name: str) -> bool:
-    """By the ATen schemas of that name; an operation without one does."""
+    """By the ATen schemas of that name, but for those that are given their output; an operation without one does."""
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
     if packet is None or _quiet(name):
         return True
-    return any(_returns_alias(getattr(packet, overload)) for overload in packet.overloads() if overload != "out")
+    overloads = (getattr(packet, name) for name in packet.overloads())
+    return any(_returns_alias(each) for each in overloads if not any(a.is_out for a in each._schema.arguments))
 
 
 @cache

@@ -17,7 +17,7 @@ from regraft.core.mutation import Mutations, may_alias, writes
 from regraft.core.values import layout_of, made_of_sizes
 from regraft.core.vocabulary import ATTENTION, Call, read
 from regraft.optimize.engines.onednn_fusions import CALLS, PRODUCTS, called, kept_apart, read_twice
-from regraft.optimize.engines.onednn_layouts import Images, anew, as_reshape, dense, is_view, lies_oddly
+from regraft.optimize.engines.onednn_layouts import Images, anew, as_reshape, dense, is_view, lies_oddly, steps_oddly
 from regraft.optimize.engines.onednn_spelling import as_linear, joined, respelled
 from regraft.optimize.engines.written_attention import Mask, WrittenAttention
 
@@ -46,7 +46,8 @@ class Forms(nn.Module):
     process. Then tensors with an axis of one element whose step is not what it would be by itself, as between the heads
     of a transposed single token. And what the same kernel began with. Such tensors become dense ones of
     their own. So does a product of a single row: one of 2048 numbers, with another tensor added by the same kernel,
-    writes beyond the end of its result.
+    writes beyond the end of its result. So do the matrices of a product of which neither rows nor columns lie in one
+    piece: its kernel for those is a hundred times slower.
 
     Along a first axis of one element any step will do. But where that is not the tensor's own, torch does not see that
     the channels of an image lie last. So such a tensor is looked at anew, as is what must not be fused any further.
@@ -76,6 +77,7 @@ class Forms(nn.Module):
         self.images = values.images
         self.known = values
         self.larger = {node: values.to_enlarge(node) for node in gm.graph.nodes if called(node, gm) in _BROADCASTING}
+        self.larger |= {node: values.to_gather(node) for node in gm.graph.nodes if called(node, gm) in PRODUCTS}
         constants = {(a, form) for larger in self.larger.values() for a, form in larger.items() if a in values.steady}
         self.places = {constant: place for place, constant in enumerate(constants)}
         self.beside = [dense(values.steady[node], *form) for node, form in self.places]
@@ -108,10 +110,12 @@ class _Values(Images):
         forms: The size of each tensor, and whether its channels lie last.
         odd: The tensors that lie oddly.
         rows: The products of a single row.
+        scattered: The tensors in which the elements of no row, and of no column, lie side by side.
         viewed: The tensors that are looked at anew.
         steady: The tensors that depend on sizes and weights alone, as they are in the sample.
         results: The tensors among the results that are steady, and None for each of the others.
         respelled: The calls that are spelled otherwise, as functions of the values of the nodes.
+        renewing: What is called where a node would write into its argument, and need not.
         attentions: The calls of fused attention that can be written out, and
         masks: the masks of those that are the same in each call.
     """
@@ -122,10 +126,12 @@ class _Values(Images):
         self.forms: dict[Node, Form] = {}
         self.odd: set[Node] = set()
         self.rows: set[Node] = set()
+        self.scattered: set[Node] = set()
         self.viewed: set[Node] = set()
         self.steady: dict[Node, Tensor] = {}
         self.results: list[Tensor | None] = []
         self.respelled: dict[Node, Callable[[Mapping[Node, Any]], Tensor]] = {}
+        self.renewing: dict[Node, Callable[..., Tensor]] = {}
         self.attentions: dict[Node, WrittenAttention] = {}
         self.masks: dict[Any, Mask] = {}
         self._steady = _steady(gm)
@@ -133,9 +139,9 @@ class _Values(Images):
 
     def run_node(self, n: Node) -> Any:
         try:
-            result = super().run_node(n)
+            result = self._renewed(n) if n in self.out_of_place else super().run_node(n)
         except RuntimeError:
-            if not is_view(n):
+            if self.writes or not is_view(n):
                 raise
             self.respelled[n] = partial(as_reshape, n)
             result = self.respelled[n](self.env)
@@ -146,6 +152,16 @@ class _Values(Images):
             self.results = [leaf.detach() if id(leaf) in kept else None for leaf in _tensors(result)]
         return result
 
+    def _renewed(self, n: Node) -> Any:
+        """What a node gives, in memory of its own if that is of the size and type of what it would write to."""
+        written, instead = self.out_of_place[n]
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        result, before = instead(*args, **kwargs), self.env[written]
+        if (result.shape, result.dtype) != (before.shape, before.dtype):
+            return super().run_node(n)
+        self.renewing[n] = instead
+        return result
+
     def _note(self, n: Node, result: Tensor) -> None:
         self.forms[n] = result.shape, layout_of(result)
         name = called(n, self.gm)
@@ -153,8 +169,9 @@ class _Values(Images):
             self.steady[n] = result.detach()  # it may be a parameter
         if lies_oddly(result):
             self.odd.add(n)
-        single = result.shape[:1] == (1,) and result.stride(0) != result.numel()
-        if single or n in self._apart:
+        if result.ndim > 1 and 1 not in result.stride()[-2:]:
+            self.scattered.add(n)
+        if n in self._apart or steps_oddly(result):
             self.viewed.add(n)
         if name in PRODUCTS and result.shape[-2:-1].numel() == 1:
             self.rows.add(n)
@@ -187,13 +204,18 @@ class _Values(Images):
         if form is None or not given:
             return {}
         several, twice = len(given) > 1, self._twice.get(node, ())
-        if called(node, self.module) in _IN_PLACE:  # what is written to has to stay what it is
+        writing = called(node, self.module) in _IN_PLACE and node not in self.renewing
+        if writing:  # what is written to has to stay what it is
             del given[0]
         return {
             a: form
             for a in given
             if a in self.odd or a in self.steady or (several and (self.forms[a] != form or a in twice))
         }
+
+    def to_gather(self, node: Node) -> dict[Node, Form]:
+        """The matrices that a product is not to be given as they are, with their form: its kernel for them is slow."""
+        return {a: (self.forms[a][0], torch.contiguous_format) for a in node.all_input_nodes if a in self.scattered}
 
 
 class _Run(Images):
@@ -217,9 +239,15 @@ class _Run(Images):
             return known.steady[n]
         if self._forms.attention != "fused" and n in known.attentions:
             return self._written_out(known.attentions[n])
-        result = known.respelled[n](self.env) if n in known.respelled else super().run_node(n)
+        if n in known.respelled:
+            result = known.respelled[n](self.env)
+        elif n in known.renewing:
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            result = known.renewing[n](*args, **kwargs)
+        else:
+            result = super().run_node(n)
         result = result.clone() if n in known.rows else result
-        return anew(result, known.forms[n][0]) if n in known.viewed else result
+        return anew(result) if n in known.viewed else result
 
     def _written_out(self, attention: WrittenAttention) -> Tensor:
         key, dtype = attention.mask, torch.float32 if self._forms.attention == "in float32" else attention.dtype

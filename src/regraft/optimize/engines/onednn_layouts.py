@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,9 +10,11 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
+from regraft.core.mutation import mutating_nodes
 from regraft.core.strides import depends_on_strides
 from regraft.core.values import target_name
 from regraft.optimize.engines.onednn_fusions import called
+from regraft.optimize.engines.onednn_in_place import out_of_place
 
 _VIEWS = {"view", "_unsafe_view", "view_as"}
 _CONVOLUTIONS = {"conv2d", "conv_transpose2d", "convtranspose2d"}
@@ -26,14 +27,21 @@ class Images(Interpreter):
     back, and a kernel that is given images of both kinds is far slower than torch.
 
     Args:
-        gm: The graph. Where it reads strides, or has layers that may do so, images stay as they are.
+        gm: The graph. Where it reads strides, or has layers that may do so, images stay as they are; and where it
+            writes into what others may see, since what is a view there may be a copy here.
         images: Whether there are to be such images.
+
+    Attributes:
+        out_of_place: What writes into its argument, and need not: see `out_of_place`.
+        writes: Whether others do.
     """
 
     def __init__(self, gm: GraphModule, images: bool = True) -> None:
         super().__init__(gm)
         self._convolutions: dict[Node, Node] = {}
-        if images and not any(_reads_strides(node, gm) for node in gm.graph.nodes):
+        self.out_of_place = out_of_place(gm)
+        self.writes = any(node not in self.out_of_place for node in mutating_nodes(gm))
+        if images and not self.writes and not any(_reads_strides(node, gm) for node in gm.graph.nodes):
             nodes = (node for node in gm.graph.nodes if called(node, gm) in _CONVOLUTIONS)
             self._convolutions = {node: node.all_input_nodes[0] for node in nodes}
 
@@ -99,15 +107,28 @@ def dense(tensor: Tensor, size: torch.Size, layout: torch.memory_format) -> Tens
     return tensor.expand(size).clone(memory_format=layout)
 
 
-def anew(tensor: Tensor, size: torch.Size) -> Tensor:
-    """The same memory, as a tensor with which nothing is fused, and a first axis of one element in its own step.
+def anew(tensor: Tensor) -> Tensor:
+    """The same memory, as a tensor with which nothing is fused; an image that steps oddly, in its own steps.
+
+    It has to hold for a tensor that lies otherwise than in the trace.
 
     Args:
         tensor: The tensor.
-        size: Its size, which a trace would ask the tensor for in each call.
     """
-    steps = tensor.stride()
-    return tensor.as_strided(size, (math.prod(size), *steps[1:]) if size[:1] == (1,) else steps)
+    if not steps_oddly(tensor):
+        same: Tensor = torch.ops.aten.alias(tensor)
+        return same
+    return tensor.squeeze(0).movedim(0, 2).unsqueeze(0).movedim(3, 1)
+
+
+def steps_oddly(tensor: Tensor) -> bool:
+    """Whether it is an image by itself in its batch, with its channels last, and torch cannot see that.
+
+    Args:
+        tensor: The tensor.
+    """
+    last = tensor.ndim == 4 and len(tensor) == 1 and tensor.is_contiguous(memory_format=torch.channels_last)
+    return last and tensor.stride(0) != tensor.numel()
 
 
 def lies_oddly(tensor: Tensor) -> bool:

@@ -1,0 +1,67 @@
+"""What writes into its argument, as what makes a new tensor: how such a tensor lies in memory is what a trace has seen.
+
+TorchScript takes such writes out as well, but forgets then in which order the result lies, and oneDNN Graph gives it in
+another one than the graph was traced with.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
+from torch.nn import functional as F
+
+from regraft.core.flow import draws
+from regraft.core.mutation import may_alias, writes
+from regraft.core.vocabulary import attribute
+
+
+def out_of_place(gm: GraphModule) -> dict[Node, tuple[Node, Callable[..., Any]]]:
+    """For each node that writes into memory that nobody reads later but through it: its argument, and what to call.
+
+    That takes the arguments of the node. Its result may be of another size or type than what would be written to.
+
+    Args:
+        gm: The graph.
+    """
+    found: dict[Node, tuple[Node, Callable[..., Any]]] = {}
+    for node in gm.graph.nodes:
+        written = writes(node, gm)
+        if len(written) == 1 and not draws(node, gm) and _disposable(written[0], node, gm, found):
+            instead = _instead(node, gm)
+            if callable(instead):
+                found[node] = written[0], instead
+    return found
+
+
+def _disposable(value: Node, last: Node, gm: GraphModule, found: Collection[Node]) -> bool:
+    """Whether a value is a node's own, and nobody reads its memory after the last node but through that."""
+    if value.op in ("placeholder", "get_attr") or (may_alias(value, gm) and value not in found):
+        return False
+    return all(user is last or (user < last and not may_alias(user, gm)) for user in value.users)
+
+
+def _instead(node: Node, gm: GraphModule) -> object:
+    target: Any = node.target
+    if node.op == "call_module":
+        layer = copy.copy(attribute(gm, target))
+        layer.inplace = False
+        return layer
+    if node.kwargs.get("inplace") is True:
+        return lambda *args, **kwargs: target(*args, **{**kwargs, "inplace": False})
+    if node.op == "call_method":
+        return getattr(Tensor, target.removesuffix("_"), None)
+    name = getattr(target, "__name__", "")
+    if isinstance(target, OpOverload):
+        name, _, overload = name.partition(".")
+        return getattr(getattr(torch.ops.aten, name[:-1], None), overload, None)
+    for library, plain in ((operator, name[1:]), (torch, name[:-1]), (F, name[:-1])):
+        if getattr(library, name, None) is target:
+            return getattr(library, plain, None)
+    return None
