@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 from torch.fx import symbolic_trace
 from torch.nn import functional as F
 
+from regraft.optimize.engines import onednn_graph
 from regraft.optimize.engines.onednn_forms import Forms
-from regraft.optimize.engines.onednn_fusions import called, kept_apart, read_twice
+from regraft.optimize.engines.onednn_fusions import called, kept_apart, overwritten, read_twice
+from regraft.optimize.engines.onednn_layouts import dense, order
 
 SIZE = (2, 6, 10)
 Function = Callable[[Tensor], Tensor]
@@ -201,7 +204,7 @@ def test_matrices_without_a_row_or_a_column_in_one_piece_are_gathered(layout) ->
     gm = symbolic_trace(Of(lambda x: torch.matmul(layout(x), other).tanh()))
     forms = Forms(gm, [x])
     (product,) = (node for node in gm.graph.nodes if node.target is torch.matmul)
-    assert list(forms.larger[product].values()) == [(scattered.shape, torch.contiguous_format)]
+    assert list(forms.larger[product].values()) == [(scattered.shape, tuple(range(scattered.ndim)))]
     (result,) = built(gm, x)([x])
     torch.testing.assert_close(result, gm(x), rtol=1e-4, atol=1e-4)
 
@@ -211,3 +214,95 @@ def test_other_matrices_stay_as_they_are(layout) -> None:
     gm = symbolic_trace(Of(lambda x: torch.matmul(layout(x), layout(x).transpose(-1, -2))))
     forms = Forms(gm, [weight(2, 6, 5, 8)])
     assert not any(forms.larger.values())
+
+
+MIXED: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
+    "columns first": (lambda x: torch.relu(x.transpose(2, 3) + Y), ["_tensor_constant0"]),
+    "columns second": (lambda x: torch.relu(Y + x.transpose(2, 3)), ["_tensor_constant0", "transpose"]),
+    "computed": (lambda x: torch.relu(x.transpose(2, 3) + x.relu()), ["relu"]),
+    "softmax of columns": (lambda x: x.transpose(2, 3).softmax(-1) * Y, ["_tensor_constant0", "transpose"]),
+    "in one order": (lambda x: torch.relu(x.transpose(2, 3) + x.tanh().transpose(2, 3)), []),
+    "by itself": (lambda x: x.transpose(2, 3) * 2, []),
+    "the largest": (lambda x: x.transpose(2, 3).max() + x.sum(), []),
+}
+Y = weight(2, 6, 5, 5)
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_tensors_of_several_orders_get_one(name: str) -> None:
+    function, expected = MIXED[name]
+    x = weight(2, 6, 5, 5) * 0.5
+    gm = symbolic_trace(Of(function))
+    forms = Forms(gm, [x])
+    assert sorted(a.name for larger in forms.larger.values() for a in larger) == expected
+    for larger in forms.larger.values():
+        for form in larger.values():
+            torch.testing.assert_close(dense(x, *form), x, rtol=0, atol=0)
+            assert order(dense(x, *form)) == form[1]
+    torch.testing.assert_close(built(gm, x)([x])[0], gm(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("size", "axes"),
+    [
+        ((2, 3, 4), (0, 1, 2)),
+        ((2, 3, 4), (1, 2, 0)),
+        ((1, 3, 4), (0, 2, 1)),
+        ((2, 1, 4), (2, 1, 0)),
+        ((5,), (0,)),
+        ((), ()),
+    ],
+)
+def test_the_order_of_axes(size: tuple[int, ...], axes: tuple[int, ...]) -> None:
+    tensor = dense(weight(*size), torch.Size(size), axes)
+    assert order(tensor) == axes
+    assert tensor.permute(axes).is_contiguous()
+
+
+RESIDUALS: dict[str, tuple[Callable[..., Any], set[str]]] = {
+    "joined with what was made of it": (lambda f, g, h, y: h(torch.cat([g(f(y)) + y, y], 1)[:, :8]), {"relu"}),
+    "read by a layer": (lambda f, g, h, y: (h(g(f(y)) + y), f(y))[0] + f(y), {"relu"}),
+    "added to the next sum": (lambda f, g, h, y: h(g(f(y)) + y) + y, {"relu"}),
+    "read before, in a kernel that ends after": (lambda f, g, h, y: _after(f(y), g(g(f(y)) + y)), {"relu"}),
+    "read before alone": (lambda f, g, h, y: h(torch.relu(g(f(y)) + y)), set()),
+    "read before twice": (lambda f, g, h, y: h(torch.relu(g(f(y) + h(y)) + y)), set()),
+    "a product": (lambda f, g, h, y: h(g(f(y)) * y) * y, set()),
+}
+
+
+def _after(before: Tensor, later: Tensor) -> Tensor:
+    return torch.relu(before + later)
+
+
+@pytest.mark.parametrize("name", RESIDUALS)
+@pytest.mark.parametrize("layer", [lambda: nn.Conv2d(8, 8, 1), lambda: nn.Linear(8, 8)])
+def test_a_sum_is_not_written_into_what_is_read_later(name: str, layer: Callable[[], nn.Module]) -> None:
+    function, expected = RESIDUALS[name]
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(layer() for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            start, *layers = self.layers
+            return function(*layers, torch.relu(start(x)))
+
+    gm, x = symbolic_trace(Net()), weight(2, 8, 8, 8)
+    assert {node.name for node in overwritten(gm)} == expected
+    with torch.no_grad():
+        for images in (True, False):
+            forms = Forms(gm, [x], images)
+            program = onednn_graph._program(forms, (x,))
+            (result,) = forms.complete(program(x, *forms.beside))
+            torch.testing.assert_close(result, gm(x), rtol=1e-4, atol=1e-4)
+
+
+def test_looking_for_later_readers_ends() -> None:
+    def long(x: Tensor) -> Tensor:
+        y = z = torch.relu(x)
+        for _ in range(300):
+            z = z * 2
+        return z + y
+
+    assert {node.name for node in overwritten(symbolic_trace(long))} == {"relu"}  # as if it were read later

@@ -529,3 +529,11 @@ def test_a_random_network(seed: int) -> None:
     expected = net(net.sample)
     for _ in range(3):
         torch.testing.assert_close(run([net.sample])[0], expected, rtol=0, atol=1e-5 * float(expected.abs().max() + 1))
+
+
+def test_a_norm_over_sizes_that_are_asked_for() -> None:
+    module = Of(lambda x: F.layer_norm(F.linear(x, weight(10, 10)), x.shape[-1:]) + 1)
+    gm = symbolic_trace(module)
+    assert [node.name for node in Forms(gm, [weight(*SIZE)]).known.respelled] == ["layer_norm"]
+    run = built(module, weight(*SIZE))
+    torch.testing.assert_close(run([weight(*SIZE)])[0], module(weight(*SIZE)), rtol=1e-4, atol=1e-4)

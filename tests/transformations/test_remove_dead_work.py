@@ -449,3 +449,14 @@ def test_a_buffer_that_another_node_writes_is_no_constant(rule, use) -> None:
     rule()(gm)
     for _ in range(3):
         torch.testing.assert_close(gm(x), twin(x))
+
+
+@pytest.mark.parametrize("function", [lambda t: t == 0, lambda t: t.argmax(), lambda t: torch.all(t > -9)])
+def test_what_is_folded_from_a_trained_weight_may_be_no_number_to_train(function) -> None:
+    table, index = nn.Parameter(torch.randn(7)), torch.tensor([[3, 1], [0, 6]])
+    model = Wrap(lambda m, x: x + function(m.table[m.index].view(4) * 2), table=table, index=index)
+    gm = check_applied(rg.RemoveDeadWork(), model, X, "trace")
+    (folded,) = gm.graph.find_nodes(op="get_attr")
+    constant = gm.get_buffer(folded.target)
+    assert not constant.is_floating_point()
+    assert not constant.requires_grad

@@ -265,7 +265,8 @@ class Edit:
                 value = outside_inference_mode(derivation.outline, *(tensor.to("meta") for tensor in tensors))
             else:
                 value = outside_inference_mode(derivation.compute, *tensors)
-        trainable = any(source.tensor.requires_grad for source in sources)
+        differentiable = value.is_floating_point() or value.is_complex()
+        trainable = differentiable and any(source.tensor.requires_grad for source in sources)
         names = tuple(_join(self._path, source.name) for source in sources)
         self._weights.append(WeightRecord(_join(self._path, target), names, derivation, trainable))
         return nn.Parameter(value, requires_grad=trainable)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from regraft.core.values import made_of_sizes
 from regraft.core.vocabulary import attribute
 
 _WRITING_OPERATORS = {operator.setitem, operator.delitem} | {
@@ -122,7 +123,8 @@ def _aliased(node: Node) -> list[Node]:
         arguments = node.target._schema.arguments
         named = [node.kwargs.get(a.name, node.args[i] if i < len(node.args) else None) for i, a in enumerate(arguments)]
         return _nodes(tuple(value for value, a in zip(named, arguments, strict=True) if a.alias_info is not None))
-    return _nodes(node.args[:1]) if node.target in _WRITING_OPERATORS else node.all_input_nodes
+    of_the_first = node.target in _WRITING_OPERATORS or node.target is operator.getitem
+    return _nodes(node.args[:1]) if of_the_first else node.all_input_nodes
 
 
 @cache
@@ -219,6 +221,7 @@ class Mutations:
     def _unite_aliases(self) -> None:
         inputs: Node | None = None
         readers: dict[int, Node] = {}
+        sizes = made_of_sizes(self.owner.graph)
         for node in self.owner.graph.nodes:
             if node.op == "placeholder":  # a caller may pass one tensor twice
                 inputs = inputs or node
@@ -226,8 +229,8 @@ class Mutations:
             elif node.op == "get_attr":  # each read of a weight may have a node of its own
                 memory = _memory(attribute(self.owner, str(node.target)))
                 self._parent[node] = self._root(readers.setdefault(memory, node))
-            elif may_alias(node, self.owner):
-                for argument in _aliased(node):
+            elif node not in sizes and may_alias(node, self.owner):
+                for argument in (each for each in _aliased(node) if each not in sizes):
                     self._parent[self._root(argument)] = self._root(node)
 
     def _root(self, node: Node) -> Node:

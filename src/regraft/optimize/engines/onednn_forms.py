@@ -11,13 +11,20 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from regraft.core.flow import draws, known
 from regraft.core.modules import graph_modules
-from regraft.core.mutation import Mutations, may_alias, writes
-from regraft.core.values import layout_of, made_of_sizes
 from regraft.core.vocabulary import ATTENTION, Call, read
-from regraft.optimize.engines.onednn_fusions import CALLS, PRODUCTS, called, kept_apart, read_twice
-from regraft.optimize.engines.onednn_layouts import Images, anew, as_reshape, dense, is_view, lies_oddly, steps_oddly
+from regraft.optimize.engines.onednn_fusions import PRODUCTS, called, kept_apart, overwritten, read_twice
+from regraft.optimize.engines.onednn_layouts import (
+    Images,
+    anew,
+    as_reshape,
+    dense,
+    is_view,
+    lies_oddly,
+    order,
+    steps_oddly,
+)
+from regraft.optimize.engines.onednn_same import same_in_each_call
 from regraft.optimize.engines.onednn_spelling import as_linear, joined, respelled
 from regraft.optimize.engines.written_attention import Mask, WrittenAttention
 
@@ -25,15 +32,15 @@ _BROADCASTING = {
     *(name + end for name in ("add", "sub", "mul", "div", "masked_fill") for end in ("", "_")),
     *(f"i{name}" for name in ("add", "sub", "mul", "truediv")),
     *("truediv", "true_divide", "multiply", "subtract", "divide", "rsub", "pow"),
-    *("maximum", "minimum", "max", "min", "where"),
+    *("maximum", "minimum", "max", "min", "where", "softmax"),
 }
-"""Operations whose tensors may be of several sizes, by the names of their functions and methods."""
+"""Operations that are fused with tensors of their result's size alone, by the names of their functions and methods."""
 _IN_PLACE = {name for name in _BROADCASTING if name.endswith("_")} | {"iadd", "isub", "imul", "itruediv"}
 _JOINING = {"cat", "concat", "concatenate"}
 _ADDING = {"addmm", "baddbmm", "addmv", "addbmm"}
 """Matrix products that are added to their first tensor."""
-Form = tuple[torch.Size, torch.memory_format]
-"""The size of a tensor, and whether its channels lie last."""
+Form = tuple[torch.Size, tuple[int, ...]]
+"""The size of a tensor, and its axes from the one with the longest step."""
 Attention = Literal["fused", "in float32", "in its own type"]
 """How attention is computed: by torch's fused call, or written out, in one type or the other."""
 
@@ -107,7 +114,7 @@ class _Values(Images):
     """Runs a graph and notes of every tensor its size, and what oneDNN Graph goes wrong at.
 
     Attributes:
-        forms: The size of each tensor, and whether its channels lie last.
+        forms: The size of each tensor, and the order of its axes.
         odd: The tensors that lie oddly.
         rows: The products of a single row.
         scattered: The tensors in which the elements of no row, and of no column, lie side by side.
@@ -134,8 +141,8 @@ class _Values(Images):
         self.renewing: dict[Node, Callable[..., Tensor]] = {}
         self.attentions: dict[Node, WrittenAttention] = {}
         self.masks: dict[Any, Mask] = {}
-        self._steady = _steady(gm)
-        self._apart, self._twice = kept_apart(gm), read_twice(gm)
+        self._same = same_in_each_call(gm)
+        self._apart, self._twice = kept_apart(gm) | overwritten(gm), read_twice(gm)
 
     def run_node(self, n: Node) -> Any:
         try:
@@ -163,9 +170,9 @@ class _Values(Images):
         return result
 
     def _note(self, n: Node, result: Tensor) -> None:
-        self.forms[n] = result.shape, layout_of(result)
+        self.forms[n] = result.shape, order(result)
         name = called(n, self.gm)
-        if n in self._steady:
+        if n in self._same:
             self.steady[n] = result.detach()  # it may be a parameter
         if lies_oddly(result):
             self.odd.add(n)
@@ -175,7 +182,7 @@ class _Values(Images):
             self.viewed.add(n)
         if name in PRODUCTS and result.shape[-2:-1].numel() == 1:
             self.rows.add(n)
-            if name in _ADDING and n.all_input_nodes[0] not in self._steady:
+            if name in _ADDING and n.all_input_nodes[0] not in self._same:
                 raise ValueError(f"{n.name} adds a product of one row to what is computed")
         call = read(n, self.gm)
         other = respelled(call, self.env) if call is not None else None
@@ -194,7 +201,7 @@ class _Values(Images):
             return
         self.attentions[n] = written
         mask = written.call["attn_mask"]
-        if written.mask is not None and written.mask not in self.masks and (mask is None or mask in self._steady):
+        if written.mask is not None and written.mask not in self.masks and (mask is None or mask in self._same):
             self.masks[written.mask] = written.prepared(self.env).known()
 
     def to_enlarge(self, node: Node) -> dict[Node, Form]:
@@ -207,15 +214,17 @@ class _Values(Images):
         writing = called(node, self.module) in _IN_PLACE and node not in self.renewing
         if writing:  # what is written to has to stay what it is
             del given[0]
-        return {
-            a: form
-            for a in given
-            if a in self.odd or a in self.steady or (several and (self.forms[a] != form or a in twice))
-        }
+        found: dict[Node, Form] = {}
+        for a in given:
+            other = self.forms[a] != form and (several or self.forms[a][0] == form[0])
+            if a in self.odd or a in self.steady or other or (several and a in twice):
+                found[a] = form
+        return found
 
     def to_gather(self, node: Node) -> dict[Node, Form]:
         """The matrices that a product is not to be given as they are, with their form: its kernel for them is slow."""
-        return {a: (self.forms[a][0], torch.contiguous_format) for a in node.all_input_nodes if a in self.scattered}
+        sizes = {a: self.forms[a][0] for a in node.all_input_nodes if a in self.scattered}
+        return {a: (size, tuple(range(len(size)))) for a, size in sizes.items()}
 
 
 class _Run(Images):
@@ -266,30 +275,3 @@ class _Run(Images):
 
 def _tensors(results: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
-
-
-def _steady(gm: GraphModule) -> set[Node]:
-    """The values that depend on the sizes of the inputs and on weights alone."""
-    found, mutations = made_of_sizes(gm.graph), Mutations(gm)
-    written = {node: writes(node, gm) for node in gm.graph.nodes}
-    # what writes into a new value that nothing else reads might as well make another
-    renewing = {node for node, values in written.items() if values and all(_only_read_by(v, node, gm) for v in values)}
-    for node in gm.graph.nodes:
-        pure = _pure(node, gm) if not written[node] else node in renewing and node.op in CALLS
-        steady = pure and not draws(node, gm) and found.issuperset(node.all_input_nodes)
-        if (node.op == "get_attr" or steady) and renewing.issuperset(mutations.of(node)):
-            found.add(node)
-    for node in renewing - found:
-        found.difference_update(written[node])
-    return found
-
-
-def _pure(node: Node, gm: GraphModule) -> bool:
-    if node.op == "call_module":
-        call = read(node, gm)
-        return call is not None and getattr(call.module, "max_norm", None) is None
-    return node.op in CALLS and known(node)
-
-
-def _only_read_by(value: Node, reader: Node, gm: GraphModule) -> bool:
-    return list(value.users) == [reader] and value.op == "call_function" and not may_alias(value, gm)

@@ -23,6 +23,8 @@ _OTHERS = {
 }
 _AT_MOST = 16
 """So much of what was read is remembered: more than a kernel takes."""
+_LOOKED_AT = 200
+"""So many nodes are looked at between a tensor and its sum: more than a residual block has."""
 
 
 def kept_apart(gm: GraphModule) -> set[Node]:
@@ -51,6 +53,36 @@ def kept_apart(gm: GraphModule) -> set[Node]:
         if (name in _FACTORS or name == "silu") and any(_plain(user, gm) in PRODUCTS for user in node.users):
             apart.add(node)
     return apart
+
+
+def overwritten(gm: GraphModule) -> set[Node]:
+    """What is added to the result of a product or a convolution, and may be read after that.
+
+    The kernel writes the sum into its memory, unless torch has the tensor, too.
+
+    Args:
+        gm: The graph.
+    """
+    found: set[Node] = set()
+    for node in gm.graph.nodes:
+        if _plain(node, gm) in _SUMS:
+            for added in node.all_input_nodes:
+                others = set(added.users) - {node}
+                if others and not _come_before(others, node, added):
+                    found.add(added)
+    return found
+
+
+def _come_before(users: set[Node], last: Node, value: Node) -> bool:
+    """Whether the last node is made of all users of a value, as far as is looked."""
+    left, seen, ahead = set(users), {last}, [last]
+    while ahead and left and len(seen) < _LOOKED_AT:
+        for node in ahead.pop().all_input_nodes:
+            if node not in seen and value < node:
+                seen.add(node)
+                ahead.append(node)
+                left.discard(node)
+    return not left
 
 
 def read_twice(gm: GraphModule) -> dict[Node, set[Node]]:

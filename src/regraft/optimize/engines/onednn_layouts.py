@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -96,15 +96,28 @@ def _name(node: Node) -> str:
     return target_name(node).partition(".")[0] if node.op in ("call_method", "call_function") else ""
 
 
-def dense(tensor: Tensor, size: torch.Size, layout: torch.memory_format) -> Tensor:
+def order(tensor: Tensor) -> tuple[int, ...]:
+    """The axes of a tensor, from the one with the longest step; those of one element stay where they are.
+
+    Args:
+        tensor: The tensor.
+    """
+    steps = tensor.stride()
+    longer = [axis for axis, size in enumerate(tensor.shape) if size > 1]
+    by_step = dict(zip(longer, sorted(longer, key=lambda axis: -steps[axis])))
+    return tuple(by_step.get(axis, axis) for axis in range(tensor.ndim))
+
+
+def dense(tensor: Tensor, size: torch.Size, axes: Sequence[int]) -> Tensor:
     """A copy of a tensor, expanded to a size.
 
     Args:
         tensor: The tensor.
         size: The size.
-        layout: How the copy lies in memory.
+        axes: The axes of the copy, from the one with the longest step.
     """
-    return tensor.expand(size).clone(memory_format=layout)
+    copy = tensor.expand(size).permute(tuple(axes)).clone(memory_format=torch.contiguous_format)
+    return copy.permute(sorted(axes, key=axes.__getitem__))
 
 
 def anew(tensor: Tensor) -> Tensor:

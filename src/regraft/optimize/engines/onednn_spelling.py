@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.node import map_arg
 from torch.nn import functional as F
 
 from regraft.core.vocabulary import BATCH_NORM, GELU, LAYER_NORM, Call
@@ -49,8 +50,7 @@ def _norm(call: Call, env: Env) -> Callable[[Env], Tensor] | None:
         if call["training"] or mean is None:
             return None
         shape = tuple(mean.shape)
-    if any(isinstance(size, Node) for size in shape):
-        return None
+    shape = map_arg(shape, env.__getitem__)  # sizes are fixed in a program
     there = [_value(call[name], env) for name in ("weight", "bias")]
     dtype = next((tensor.dtype for tensor in there if tensor is not None), env[given].dtype)
     plain = tuple(torch.full(shape, value, dtype=dtype, device=env[given].device) for value in (1.0, 0.0))

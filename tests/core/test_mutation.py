@@ -1,0 +1,66 @@
+"""Which memory a value may share with others, and what writes into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Tracer, symbolic_trace
+
+from regraft.core.mutation import Mutations, may_alias
+
+ALIASES: dict[str, tuple[Callable[[Tensor, Tensor], Any], bool]] = {
+    "method with an overload that is given its output": (lambda x, y: x.mean(1), False),
+    "function with such an overload": (lambda x, y: torch.add(x, y), False),
+    "function with several outputs": (lambda x, y: torch.max(x, 1), False),
+    "function given its output": (lambda x, y: torch.add(x, 1, out=y), True),
+    "view": (lambda x, y: x.view(-1), True),
+    "cast that may do nothing": (lambda x, y: x.to(y.dtype), True),
+    "in place": (lambda x, y: x.add_(y), True),
+}
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_may_alias(name: str) -> None:
+    function, expected = ALIASES[name]
+    gm = symbolic_trace(function)
+    (*_, node) = (node for node in gm.graph.nodes if node.op != "output")
+    assert may_alias(node, gm) is expected
+
+
+class Table(nn.Module):
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(4, 6))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.table)
+
+
+class WithBuffers(Tracer):
+    proxy_buffer_attributes = True
+
+
+def writes_to_the_table(function: Callable[[Tensor, Tensor], Tensor]) -> bool:
+    module = Table(function)
+    gm = GraphModule(module, WithBuffers().trace(module))
+    (table,) = gm.graph.find_nodes(op="get_attr")
+    return bool(Mutations(gm).of(table))
+
+
+def test_sizes_are_no_memory() -> None:
+    """ConViT and MViT expand weights and new tensors by the sizes of the same input."""
+    assert not writes_to_the_table(lambda x, t: (lambda n: (x * 2).view(n, 6).add_(1) + t.expand(n, 6))(x.size(0)))
+    assert not writes_to_the_table(lambda x, t: (lambda s: (x * 2).view(s[0] - 1).add_(1) + t.view(s[0]))(x.shape))
+    assert writes_to_the_table(lambda x, table: table.expand(x.size(0), 6).add_(1) + x)
+
+
+def test_an_index_is_no_memory_of_what_it_picks() -> None:
+    assert not writes_to_the_table(lambda x, table: (x * 2)[table.argmax(1)].add_(1) + x)
+    assert not writes_to_the_table(lambda x, table: (x * 2)[table.view(-1, 6).long()].add_(1))
+    assert writes_to_the_table(lambda x, table: table[0].add_(1) + x)
+    assert writes_to_the_table(lambda x, table: table[x.argmax()].add_(1) + x)  # a number would make it a view
