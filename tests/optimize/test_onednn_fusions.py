@@ -306,3 +306,12 @@ def test_looking_for_later_readers_ends() -> None:
         return z + y
 
     assert {node.name for node in overwritten(symbolic_trace(long))} == {"relu"}  # as if it were read later
+
+
+@pytest.mark.parametrize(("size", "expected"), [(1, ["mul"]), (2, [])])
+def test_a_factor_of_a_single_pixel_ends_its_kernel(size: int, expected: list[str]) -> None:
+    gm = symbolic_trace(Of(lambda x: F.conv2d(x, KERNEL, None, 1, 1).relu() * SCALE[0] + SCALE[1]))
+    x = weight(2, 8, size, size)
+    forms = Forms(gm, [x])
+    assert [node.name for node in forms.known.viewed] == expected
+    torch.testing.assert_close(built(gm, x)([x])[0], gm(x), rtol=1e-4, atol=1e-4)

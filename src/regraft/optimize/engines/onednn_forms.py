@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from regraft.core.modules import graph_modules
 from regraft.core.vocabulary import ATTENTION, Call, read
-from regraft.optimize.engines.onednn_fusions import PRODUCTS, called, kept_apart, overwritten, read_twice
+from regraft.optimize.engines.onednn_fusions import PRODUCTS, called, is_factor, kept_apart, overwritten, read_twice
 from regraft.optimize.engines.onednn_layouts import (
     Images,
     anew,
@@ -178,7 +178,8 @@ class _Values(Images):
             self.odd.add(n)
         if result.ndim > 1 and 1 not in result.stride()[-2:]:
             self.scattered.add(n)
-        if n in self._apart or steps_oddly(result):
+        pixel = result.ndim == 4 and result.shape[2:].numel() == 1  # of which a sum and a product have no fast kernel
+        if n in self._apart or steps_oddly(result) or (pixel and is_factor(n, self.gm)):
             self.viewed.add(n)
         if name in PRODUCTS and result.shape[-2:-1].numel() == 1:
             self.rows.add(n)

@@ -118,6 +118,16 @@ def read_twice(gm: GraphModule) -> dict[Node, set[Node]]:
     return copies
 
 
+def is_factor(node: Node, gm: nn.Module) -> bool:
+    """Whether a node multiplies or divides.
+
+    Args:
+        node: The node.
+        gm: The graph module.
+    """
+    return _plain(node, gm) in _FACTORS
+
+
 def called(node: Node, gm: nn.Module) -> str:
     """The name of the function or method that a node calls, or of torch's class of the layer, in small letters.
 
