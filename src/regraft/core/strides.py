@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from regraft.core.mutation import may_alias
-from regraft.core.values import reads_shape_only, target_name, value_of
+from regraft.core.values import called_name, reads_shape_only, value_of
 from regraft.core.vocabulary import attribute
 
 _VIEWS = {"view", "_unsafe_view"}
@@ -43,7 +43,7 @@ def depends_on_strides(user: Node, value: Node, owner: GraphModule) -> bool:
 def _views(value: Node, owner: GraphModule) -> Iterator[Node]:
     """What may lie in the memory of `value`, with strides that come from its own."""
     for user in value.users:
-        if may_alias(user, owner) and not reads_shape_only(user, value) and _name(user) not in _CONTIGUOUS:
+        if may_alias(user, owner) and not reads_shape_only(user, value) and called_name(user) not in _CONTIGUOUS:
             yield user
 
 
@@ -52,18 +52,14 @@ def _needs_strides(user: Node, value: Node, owner: GraphModule) -> bool:
         return _module_may_need(attribute(owner, str(user.target)))
     if user.op not in ("call_method", "call_function") or value not in (*user.args[:1], *user.kwargs.values()):
         return False
-    return _name(user) in _STRIDED
+    return called_name(user) in _STRIDED
 
 
 def _module_may_need(module: Any) -> bool:
     """Whether a module may view its input: one that is not torch's own may do anything."""
     if isinstance(module, GraphModule):
-        return any(_name(node) in _STRIDED for node in module.graph.nodes)
+        return any(called_name(node) in _STRIDED for node in module.graph.nodes)
     return not hasattr(module, "regraft_pure") and not type(module).__module__.startswith("torch.")
-
-
-def _name(node: Node) -> str:
-    return target_name(node).partition(".")[0] if node.op in ("call_method", "call_function") else ""
 
 
 def _splits_last_axis(view: Node, width: int) -> bool:
@@ -71,7 +67,7 @@ def _splits_last_axis(view: Node, width: int) -> bool:
     sizes: Sequence[Any] = view.args[1:]
     shape: Iterable[Any] = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (list, tuple, torch.Size)) else sizes
     known = value_of(view)
-    if _name(view) not in _VIEWS:
+    if called_name(view) not in _VIEWS:
         return False
     if known is not None:
         shape = tuple(known.shape)

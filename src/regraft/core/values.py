@@ -133,3 +133,8 @@ def made_of_sizes(graph: Graph) -> set[Node]:
 def target_name(node: Node) -> str:
     """The name of what a node calls."""
     return node.target if isinstance(node.target, str) else str(getattr(node.target, "__name__", node.target))
+
+
+def called_name(node: Node) -> str:
+    """The name of the function or method that a node calls, without its overload; empty for other nodes."""
+    return target_name(node).partition(".")[0] if node.op in ("call_method", "call_function") else ""

@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 
 from regraft.core.mutation import mutating_nodes
 from regraft.core.strides import depends_on_strides
-from regraft.core.values import target_name
+from regraft.core.values import called_name
 from regraft.optimize.engines.onednn_fusions import called
 from regraft.optimize.engines.onednn_in_place import out_of_place
 
@@ -73,7 +73,7 @@ def is_view(node: Node) -> bool:
     Args:
         node: The node.
     """
-    return _name(node) in _VIEWS and not any(isinstance(value, torch.dtype) for value in node.args)
+    return called_name(node) in _VIEWS and not any(isinstance(value, torch.dtype) for value in node.args)
 
 
 def as_reshape(node: Node, env: Mapping[Node, Any]) -> Any:
@@ -85,15 +85,11 @@ def as_reshape(node: Node, env: Mapping[Node, Any]) -> Any:
     """
     values: Any = map_arg((*node.args, *node.kwargs.values()), env.__getitem__)
     given, *sizes = values
-    return given.reshape(sizes[0].shape) if _name(node) == "view_as" else given.reshape(*sizes)
+    return given.reshape(sizes[0].shape) if called_name(node) == "view_as" else given.reshape(*sizes)
 
 
 def _reads_strides(node: Node, gm: GraphModule) -> bool:
-    return _name(node) not in _VIEWS and any(depends_on_strides(node, value, gm) for value in node.all_input_nodes)
-
-
-def _name(node: Node) -> str:
-    return target_name(node).partition(".")[0] if node.op in ("call_method", "call_function") else ""
+    return called_name(node) not in _VIEWS and any(depends_on_strides(node, each, gm) for each in node.all_input_nodes)
 
 
 def order(tensor: Tensor) -> tuple[int, ...]:
