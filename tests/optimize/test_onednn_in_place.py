@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from test_onednn_graph import W8, Of, built, weight
 from torch import Tensor, nn
-from torch.fx import GraphModule, Proxy, symbolic_trace
+from torch.fx import GraphModule, Proxy, Tracer, symbolic_trace
 from torch.nn import functional as F
 
 from helpers import randomise
@@ -31,6 +32,10 @@ def traced(function: Callable[..., Any], given: Any, *others: Any, **named: Any)
     if not isinstance(given, Proxy):
         return function(given, *others, **named)
     return given.tracer.create_proxy("call_function", function, (given, *others), named)
+
+
+def relu_(x: Tensor) -> Tensor:
+    return x.mul_(2)
 
 
 def found(gm: GraphModule) -> dict[str, str]:
@@ -61,6 +66,9 @@ def test_it_is_made_anew(name: str) -> None:
     forms, want = Forms(gm, [X]), gm(X)
     assert [node.name for node in forms.known.renewing] == expected
     torch.testing.assert_close(forms.complete(forms(X, *forms.beside))[0], want)
+    with torch.no_grad():
+        traced_graph = torch.jit.trace(forms, (X, *forms.beside), check_trace=False).inlined_graph
+    assert not re.search(r"aten::\w+_\(", str(traced_graph))
     (result,) = built(gm, X)([X])
     torch.testing.assert_close(result, want, rtol=1e-4, atol=1e-4)
 
@@ -77,6 +85,7 @@ STAYS: dict[str, Callable[[Tensor], Any]] = {
     "without a counterpart": lambda x: conv(x).zero_() + x,
     "not a write": lambda x: conv(x).requires_grad_(False) + x,
     "an operation that is given its output": lambda x: traced(aten.add.out, x, 1, out=conv(x)),
+    "somebody else's": lambda x: traced(relu_, conv(x)),
     "drawn": lambda x: conv(x).bernoulli_(0.5),
     "another output": lambda x: torch.add(x, 1, out=conv(x)),
 }
@@ -121,6 +130,19 @@ def test_a_layer_is_copied_and_stays_as_it_is() -> None:
     assert torch.equal(given, before)
     assert net[1].inplace
     torch.testing.assert_close(built(gm, X)([X])[0], net(X), rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_of_which_nothing_is_known_stays() -> None:
+    class Mine(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mul_(2)
+
+    class Leaf(Tracer):
+        def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+            return True
+
+    net = nn.Sequential(nn.Conv2d(8, 8, 1), Mine())
+    assert not found(GraphModule(net, Leaf().trace(net)))
 
 
 def test_a_result_of_another_type_or_size_is_written() -> None:

@@ -17,6 +17,7 @@ from helpers import randomise
 from regraft.optimize.engines import onednn_graph
 from regraft.optimize.engines.flat import Engine, Flat
 from regraft.optimize.engines.onednn_forms import Forms
+from regraft.optimize.engines.onednn_layouts import anew, steps_oddly
 
 SIZE = (2, 6, 12, 10)
 LAST = torch.channels_last
@@ -163,6 +164,18 @@ def test_tensors_of_four_axes_that_are_no_images_stay_as_they_are() -> None:
         return torch.softmax(x @ x.mT + weight(12, 12), -1) @ x + F.linear(x, weight(10, 10), W10)
 
     assert AS_LAST not in layouts(function).values()
+
+
+def test_an_image_that_steps_oddly() -> None:
+    tokens = weight(1, 30, 6).transpose(1, 2).view(1, 6, 5, 6)
+    assert steps_oddly(tokens)
+    assert not steps_oddly(anew(tokens))
+    assert torch.equal(anew(tokens), tokens)
+    for other in (tokens.contiguous(), tokens.clone(memory_format=LAST), tokens[0], torch.cat([tokens, tokens])):
+        assert not steps_oddly(other)
+        assert anew(other).stride() == other.stride()
+    assert anew(X) is not X
+    assert anew(X).data_ptr() == X.data_ptr()
 
 
 @pytest.mark.parametrize("look", [lambda y: y.reshape(2, -1), lambda y: y.flatten(), lambda y: y.view(2, -1)])

@@ -229,7 +229,7 @@ class Mutations:
             elif node.op == "get_attr":  # each read of a weight may have a node of its own
                 memory = _memory(attribute(self.owner, str(node.target)))
                 self._parent[node] = self._root(readers.setdefault(memory, node))
-            elif node not in sizes and may_alias(node, self.owner):
+            elif may_alias(node, self.owner):
                 for argument in (each for each in _aliased(node) if each not in sizes):
                     self._parent[self._root(argument)] = self._root(node)
 

@@ -176,7 +176,7 @@ class _Values(Images):
             self.steady[n] = result.detach()  # it may be a parameter
         if lies_oddly(result):
             self.odd.add(n)
-        if result.ndim > 1 and 1 not in result.stride()[-2:]:
+        if 1 not in result.stride()[-2:]:
             self.scattered.add(n)
         pixel = result.ndim == 4 and result.shape[2:].numel() == 1  # of which a sum and a product have no fast kernel
         if n in self._apart or steps_oddly(result) or (pixel and is_factor(n, self.gm)):

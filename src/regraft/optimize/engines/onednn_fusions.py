@@ -67,8 +67,7 @@ def overwritten(gm: GraphModule) -> set[Node]:
     for node in gm.graph.nodes:
         if _plain(node, gm) in _SUMS:
             for added in node.all_input_nodes:
-                others = set(added.users) - {node}
-                if others and not _come_before(others, node, added):
+                if not _come_before(set(added.users) - {node}, node, added):
                     found.add(added)
     return found
 

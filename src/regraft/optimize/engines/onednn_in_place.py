@@ -50,7 +50,10 @@ def _disposable(value: Node, last: Node, gm: GraphModule, found: Collection[Node
 def _instead(node: Node, gm: GraphModule) -> object:
     target: Any = node.target
     if node.op == "call_module":
-        layer = copy.copy(attribute(gm, target))
+        layer = attribute(gm, target)
+        if layer.__dict__.get("inplace") is not True:  # a layer of which nothing is known
+            return None
+        layer = copy.copy(layer)
         layer.inplace = False
         return layer
     if node.kwargs.get("inplace") is True:
