@@ -83,9 +83,35 @@ print("right")
 """
 
 
-def test_what_would_end_the_process_does_not() -> None:
-    command = [sys.executable, "-c", IN_A_PROCESS]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, env=dict(os.environ))
+CONVOLUTIONS_IN_A_PROCESS = """
+import torch
+from torch import nn
+from test_onednn_fusions import Forms, onednn_graph, read_twice, symbolic_trace
+class Block(nn.Module):
+    def __init__(self, groups):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(48, 48, 3, padding=1, groups=groups), nn.Conv2d(48, 48, 1, groups=groups)
+    def forward(self, x):
+        x = torch.relu(x * 2 + 1)
+        return self.a(x) + self.b(x) + x
+x = torch.randn(1, 48, 56, 56)
+for groups in (48, 1):
+    gm = symbolic_trace(Block(groups).eval())
+    assert [[a.name for a in copied] for copied in read_twice(gm).values()] == [["relu"]]
+    for images in (True, False):
+        with torch.no_grad():
+            forms = Forms(gm, [x], images)
+            result, = forms.complete(onednn_graph._program(forms, (x,))(x, *forms.beside))
+            torch.testing.assert_close(result, gm(x), rtol=1e-4, atol=1e-4)
+print("right")
+"""
+
+
+@pytest.mark.parametrize("command", [IN_A_PROCESS, CONVOLUTIONS_IN_A_PROCESS])
+def test_what_would_end_the_process_does_not(command: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", command], cwd=Path(__file__).parent, capture_output=True, text=True, env=dict(os.environ)
+    )
     assert done.stdout.strip() == "right", (done.returncode, done.stderr[-2000:])
 
 

@@ -87,7 +87,8 @@ def _come_before(users: set[Node], last: Node, value: Node) -> bool:
 def read_twice(gm: GraphModule) -> dict[Node, set[Node]]:
     """The arguments that a call has to be given as copies: what begins the same kernel was made of them.
 
-    Where something is added to a product of `x`, or to `x * x`, and the sum is joined with `x`, the process ends.
+    Where something is added to a product or a convolution of `x`, or to `x * x`, and the sum is joined with `x`, the
+    process ends.
 
     Args:
         gm: The graph.
@@ -101,7 +102,7 @@ def read_twice(gm: GraphModule) -> dict[Node, set[Node]]:
         arguments = map_arg((node.args, node.kwargs), first.__getitem__)
         first[node] = equal.setdefault(repr((node.op, node.target, arguments)), node)
         name, given = _plain(node, gm), {each: first[each] for each in node.all_input_nodes}
-        if name in PRODUCTS:
+        if name in PRODUCTS or name in _CONVOLUTIONS:
             made_of[first[node]] = tuple(given.values())
         elif name in _JOINING or name in _ELEMENTWISE:
             sums = summed.intersection(given.values())
