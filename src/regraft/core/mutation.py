@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import operator
 from bisect import bisect_right, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from functools import cache
 from typing import Any
 
@@ -115,6 +115,17 @@ def may_alias(node: Node, owner: GraphModule) -> bool:
         return _returns_alias(node.target)
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return bool(writes(node, owner)) or _named_op_aliases(name.removeprefix("__").removesuffix("__"))
+
+
+def is_own(value: Node, owner: GraphModule, heirs: Container[Node] = ()) -> bool:
+    """Whether the memory of `value` is what its node made, or one of the `heirs` that a value was left to."""
+    return value.op not in ("placeholder", "get_attr") and (value in heirs or not may_alias(value, owner))
+
+
+def read_later(value: Node, last: Node, owner: GraphModule, gone: Container[Node] = ()) -> Node | None:
+    """A node, none of those that are `gone`, that may read the memory of `value` after `last`, and not through that."""
+    users = (user for user in value.users if user is not last and user not in gone)
+    return next((user for user in users if last < user or may_alias(user, owner)), None)
 
 
 def _aliased(node: Node) -> list[Node]:

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from regraft.core.errors import Refused
 from regraft.core.flow import Flow
 from regraft.core.index import Index
-from regraft.core.mutation import Mutations, may_alias
+from regraft.core.mutation import Mutations, is_own, may_alias, read_later
 from regraft.core.plainness import dtype_name, plain_module, plain_tensor, unlike
 from regraft.core.strides import strided_reader
 from regraft.core.values import made_of_sizes, target_name, value_of
@@ -155,15 +155,10 @@ class Facts(Index, Flow):
         owner = self.graphs[self._path_of[id(value.graph)]]
         mutations = self.mutations(value)
         written = [node for node in mutations.of(value) if value < node and node not in gone and node is not last]
-        borrowed = may_alias(value, owner) and value not in mutations.heirs
-        if value.op in ("placeholder", "get_attr") or borrowed or written:
+        if written or not is_own(value, owner, mutations.heirs):
             return f"{value.name!r} may be the memory of another value"
-        for user in value.users:
-            if user in gone or user is last:
-                continue
-            if last < user or user.op == "output" or may_alias(user, owner):
-                return f"{value.name!r} is read by node {user.name!r} after node {last.name!r}"
-        return None
+        user = read_later(value, last, owner, gone)
+        return None if user is None else f"{value.name!r} is read by node {user.name!r} after node {last.name!r}"
 
     def strides_free(self, value: Node, width: int) -> Answer:
         """No user of `value`, whose last axis has `width` elements, needs more than that axis to be contiguous."""

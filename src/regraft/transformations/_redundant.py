@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from regraft.core.flow import known
 from regraft.core.mutation import writes
 from regraft.core.pattern import Match, Pattern, near_miss
-from regraft.core.values import same_shape, target_name, value_of
+from regraft.core.values import called_name, same_shape, value_of
 from regraft.core.vocabulary import DIVIDE, DROPOUT, FLATTEN, IDENTITY, LINEAR, MULTIPLY, PAD, RESHAPE, read
 from regraft.transformations._constants import constants, piece
 
@@ -115,7 +115,7 @@ def unchanged_value(node: Node, owner: GraphModule) -> Node | None:
         return source  # dropout may still be training: the rule asks, and says so
     if node.op == "call_module":
         return None
-    name = target_name(node).partition(".")[0]
+    name = called_name(node)
     if name in ("permute", "transpose", "swapaxes", "swapdims"):
         return source if _permutes_nothing(node, name) else None
     if name == "contiguous":
@@ -140,7 +140,7 @@ def unchanged_value(node: Node, owner: GraphModule) -> Node | None:
 
 def copies(node: Node, source: Node, owner: GraphModule) -> bool:
     """Whether the result of a node with an unchanged value may have memory of its own."""
-    name = target_name(node).partition(".")[0] if node.op != "call_module" else ""
+    name = called_name(node)
     if name == "contiguous":
         return not _laid_out(source, owner)
     if name in ("mul", "truediv", "div", "pad", "constant_pad_nd") or node.all_input_nodes[0] is not source:
@@ -195,7 +195,9 @@ def _needs_layout(node: Node, source: Node, owner: GraphModule) -> bool:
         return False
     # fake strides are those of the capture, which later rewrites may have changed; only `reshape` takes any
     readers = [read(user, owner) for user in node.users]
-    reshaped = [r for r in readers if r is not None and r.operation is RESHAPE and target_name(r.node)[:7] == "reshape"]
+    reshaped = [
+        r for r in readers if r is not None and r.operation is RESHAPE and called_name(r.node).startswith("reshape")
+    ]
     return len(reshaped) != len(readers) or not readers
 
 
@@ -204,8 +206,7 @@ def _laid_out(source: Node, owner: GraphModule) -> bool:
     maker = read(source, owner)
     if maker is not None:
         return maker.operation is LINEAR
-    name = target_name(source).partition(".")[0] if source.op in ("call_method", "call_function") else ""
-    return name == "contiguous" and len(source.args) == 1 and not source.kwargs
+    return called_name(source) == "contiguous" and len(source.args) == 1 and not source.kwargs
 
 
 def _only_slices(index: Any) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
 from regraft.core.flow import draws
-from regraft.core.mutation import may_alias, writes
+from regraft.core.mutation import is_own, read_later, writes
 from regraft.core.vocabulary import attribute
 
 
@@ -33,18 +33,13 @@ def out_of_place(gm: GraphModule) -> dict[Node, tuple[Node, Callable[..., Any]]]
     found: dict[Node, tuple[Node, Callable[..., Any]]] = {}
     for node in gm.graph.nodes:
         written = writes(node, gm)
-        if len(written) == 1 and not draws(node, gm) and _disposable(written[0], node, gm, found):
+        if len(written) != 1 or draws(node, gm):
+            continue
+        if is_own(written[0], gm, found) and read_later(written[0], node, gm) is None:
             instead = _instead(node, gm)
             if callable(instead):
                 found[node] = written[0], instead
     return found
-
-
-def _disposable(value: Node, last: Node, gm: GraphModule, found: Collection[Node]) -> bool:
-    """Whether a value is a node's own, and nobody reads its memory after the last node but through that."""
-    if value.op in ("placeholder", "get_attr") or (may_alias(value, gm) and value not in found):
-        return False
-    return all(user is last or (user < last and not may_alias(user, gm)) for user in value.users)
 
 
 def _instead(node: Node, gm: GraphModule) -> object:

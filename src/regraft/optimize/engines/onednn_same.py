@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.fx import GraphModule, Node
 
 from regraft.core.flow import draws, known
-from regraft.core.mutation import Mutations, may_alias, writes
+from regraft.core.mutation import Mutations, is_own, writes
 from regraft.core.values import made_of_sizes
 from regraft.core.vocabulary import read
 from regraft.optimize.engines.onednn_fusions import CALLS
@@ -19,8 +19,8 @@ def same_in_each_call(gm: GraphModule) -> set[Node]:
     """
     found, mutations = made_of_sizes(gm.graph), Mutations(gm)
     written = {node: writes(node, gm) for node in gm.graph.nodes}
-    # what writes into a new value that nothing else reads might as well make another
-    renewing = {node for node, values in written.items() if values and all(_only_read_by(v, node, gm) for v in values)}
+    # what writes into a new value that nobody else reads might as well make another
+    renewing = {node for node, values in written.items() if values and all(_is_left(v, node, gm) for v in values)}
     for node in gm.graph.nodes:
         pure = _pure(node, gm) if not written[node] else node in renewing and node.op in CALLS
         steady = pure and not draws(node, gm) and found.issuperset(node.all_input_nodes)
@@ -38,5 +38,5 @@ def _pure(node: Node, gm: GraphModule) -> bool:
     return node.op in CALLS and known(node)
 
 
-def _only_read_by(value: Node, reader: Node, gm: GraphModule) -> bool:
-    return list(value.users) == [reader] and value.op == "call_function" and not may_alias(value, gm)
+def _is_left(value: Node, node: Node, gm: GraphModule) -> bool:
+    return is_own(value, gm) and list(value.users) == [node]
