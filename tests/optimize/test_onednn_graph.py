@@ -82,6 +82,10 @@ OPERATORS: dict[str, Function] = {
     "batch norm without a bias": lambda x: torch.batch_norm(x, W6, None, W6, W6.abs(), False, 0.1, 1e-2, True),
     "joined to nothing": lambda x: torch.cat([x[:, :0], x, torch.zeros(0)], 1),
     "joined to nothing and something": lambda x: torch.cat([x[..., :0], x, x[..., :0], x.tanh()], dim=-1),
+    "whole numbers joined": lambda x: x + torch.cat([x.long(), x.argsort(2)], dim=2)[:, :, ::2],
+    "whole numbers of one axis joined": lambda x: x * torch.concat([x[0, 0, 0].long(), torch.zeros(0).long()]),
+    "booleans joined": lambda x: torch.cat((x > 0, x[..., :3] > 0.1), -1).float(),
+    "float64 joined": lambda x: torch.concatenate([x.double(), x, x[:0].double()], axis=0).mean(0),
     "two of nothing joined": lambda x: x + torch.cat([x[:0], x[:0]]).sum(),
     "gelu": F.gelu,
     "gelu by tanh": lambda x: F.gelu(F.linear(x, weight(10, 10)), approximate="tanh"),
@@ -115,6 +119,12 @@ OPERATORS: dict[str, Function] = {
     "permuted": lambda x: x.permute(0, 2, 3, 1).reshape(2, 12, -1),
     "concatenated": lambda x: torch.cat([x, x * 2], 1),
     "chunks": lambda x: torch.add(x.chunk(2, 1)[0], x.chunk(2, 1)[1]),
+    "max pooling by windows": lambda x: F.max_pool2d(x, 2),
+    "max pooling by named windows": lambda x: torch.max_pool2d(x, kernel_size=(3, 2), padding=1),
+    "average pooling by windows": lambda x: F.avg_pool2d(x, (3, 2), None, 1, count_include_pad=False),
+    "average pooling with a stride": lambda x: F.avg_pool2d(x, 3, stride=1),
+    "clamp between tensors": lambda x: x.clamp(x.mean(1, keepdim=True) - 0.1, max=x.mean()),
+    "clamp by a tensor": lambda x: torch.clip(x, max=x.roll(1, 0)),
     "every second": lambda x: x[:, 1::2],
     "expanded": lambda x: x[:1].expand(2, 6, 12, 10),
     "chosen": lambda x: torch.where(x > 0.1, x, -x),
@@ -276,6 +286,17 @@ def test_results_that_are_always_the_same() -> None:
     for found, expected in zip(run([x]), Results()(x), strict=True):
         torch.testing.assert_close(found, expected.detach())
     assert kept.detach().abs().max() > 0
+
+
+def test_joined_whole_numbers_lie_as_they_did() -> None:
+    def joined(x: Tensor) -> tuple[Tensor, ...]:
+        y = x.long()
+        return torch.cat([y, y]), torch.cat([y, y], 2), torch.cat([y, y], -2).view(-1), torch.cat([y[0, 0], y[0, 1]])
+
+    x = torch.randn(3, 4, 5) * 9
+    for found, expected in zip(built(Of(joined), x)([x]), joined(x), strict=True):
+        assert torch.equal(found, expected)
+        assert found.stride() == expected.stride()
 
 
 def test_joined_to_nothing_of_another_type() -> None:

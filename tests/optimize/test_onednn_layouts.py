@@ -54,7 +54,7 @@ def test_images_lie_as_is_faster(monkeypatch: pytest.MonkeyPatch, ratio: float) 
     made: list[bool] = []
 
     def fastest(forms: Forms, program: Any, sample: Any) -> Any:
-        made.append(forms.images)
+        made.append(bool(forms.images))
         return program
 
     monkeypatch.setattr(onednn_graph, "compare_speed", lambda *_, **__: SimpleNamespace(ratio=ratio))
@@ -62,6 +62,17 @@ def test_images_lie_as_is_faster(monkeypatch: pytest.MonkeyPatch, ratio: float) 
     module = Of(lambda x: conv(conv(x)[:, 2:].relu() * x.mean((2, 3), keepdim=True)).view(2, -1))
     torch.testing.assert_close(built(module, X)([X])[0], module(X))
     assert made == [ratio > 1]  # the ratio is of the images as they are
+
+
+def test_of_a_single_convolution_one_program_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    program = onednn_graph._program
+    monkeypatch.setattr(
+        onednn_graph, "_program", lambda forms, sample: made.append(forms.images) or program(forms, sample)
+    )
+    module = Of(lambda x: F.max_pool2d(conv(x), 2).flatten(2).mT)
+    torch.testing.assert_close(built(module, X)([X])[0], module(X))
+    assert made == [1]
 
 
 def test_images_of_layers_do_too() -> None:

@@ -15,6 +15,14 @@ from torch.nn import functional as F
 from regraft.optimize.engines import onednn_graph, written_attention
 from regraft.optimize.engines.onednn_forms import Forms
 
+
+@pytest.fixture(autouse=True, params=[0, 64 * 64], ids=["one kernel", "all heads at once"])
+def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The number of scores of a head up to which all heads are computed at once."""
+    monkeypatch.setattr(written_attention, "_SMALL", request.param)
+    return request.param
+
+
 BATCH, HEADS, ROWS, KEYS, WIDTH = 2, 4, 5, 7, 6
 
 
@@ -119,6 +127,15 @@ def expect_right(run: Any, module: Attention, given: list[Tensor], roundings: in
     assert found.dtype is plain.dtype
     assert found.stride() == plain.stride()
     assert off(found, exact) <= 2 * off(plain, exact) + roundings * torch.finfo(plain.dtype).eps
+
+
+@torch.no_grad()
+def test_small_heads_are_computed_at_once(small: int) -> None:
+    run, _ = written(Attention(), inputs())
+    run(inputs())
+    groups = str(torch.jit.last_executed_optimized_graph()).split("with prim::oneDNNFusionGroup")[1:]
+    products = [group.count("aten::matmul") for group in groups]
+    assert max(products) == (1 if small else 2)
 
 
 @pytest.mark.parametrize("kind", MASKS)

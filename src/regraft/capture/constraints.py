@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -108,9 +107,12 @@ class Constraints:
         Raises:
             NotCovered: a shape for which it does not hold; the message names the argument, the axis and the cure.
         """
-        with contextlib.suppress(ZeroDivisionError):  # a condition that makes no sense for these sizes does not hold
-            if self.holds(tensors):
-                return
+        try:
+            held = self.holds(tensors)
+        except ZeroDivisionError:  # a condition that makes no sense for these sizes does not hold
+            held = False
+        if held:
+            return
         sizes: dict[str, int] = {}
         late: list[tuple[int, int, str]] = []
         for position, (tensor, shape) in enumerate(zip(tensors, self.shapes)):

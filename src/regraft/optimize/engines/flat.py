@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
-from regraft.capture import caches
+from regraft.capture import caches, torch_private
 from regraft.capture.codegen import CallingCodeGen
 from regraft.core.errors import NotCovered
 from regraft.core.fx_private import codegen_of
@@ -39,14 +39,17 @@ class Flat:
         self.module.graph.set_codegen(CodeGen())
         self.module.recompile()
         codegen = codegen_of(gm.graph)
-        self._calling = codegen.calling if isinstance(codegen, CallingCodeGen) else None
-        self._leaves = codegen.leaves if isinstance(codegen, CallingCodeGen) else []
         holders = self.module.graph.find_nodes(op="placeholder")
         self._names = [str(node.target) for node in holders]
+        self._calling = codegen.calling if isinstance(codegen, CallingCodeGen) else None
+        if isinstance(codegen, CallingCodeGen):  # what a call asks is small: a network has just emptied the caches
+            self._given = [(argument.name, argument.constant) for argument in codegen.calling.arguments]
+            self._places = [codegen.leaves.index(name) for name in self._names]
         self.values = [node.meta.get("val") for node in holders]
         self.sample = self.take(call)
         with torch.no_grad():
-            results, self._spec = pytree.tree_flatten(caches.unfold(gm.forward(**call)))
+            results, spec = pytree.tree_flatten(caches.unfold(gm.forward(**call)))
+        self._build = torch_private.unflattener(spec)
         self._constants = [None if isinstance(result, Tensor) else (result,) for result in results]
         self._layouts = [_layout(result) for result in results if isinstance(result, Tensor)]
 
@@ -61,9 +64,8 @@ class Flat:
         """
         if self._calling is None:
             return [call[name] for name in self._names]
-        given = tuple(call.get(argument.name, argument.constant) for argument in self._calling.arguments)
-        leaves = dict(zip(self._leaves, self._calling.bind(given)))
-        return [leaves[name] for name in self._names]
+        leaves = self._calling.bind(tuple([call.get(name, constant) for name, constant in self._given]))
+        return [leaves[place] for place in self._places]
 
     def give(self, results: Sequence[Tensor]) -> Any:
         """What the model returns, from the tensors among it.
@@ -76,7 +78,7 @@ class Flat:
             for result, layout in zip(results, self._layouts)
         )
         leaves = [next(tensors) if constant is None else constant[0] for constant in self._constants]
-        return pytree.tree_unflatten(leaves, self._spec)
+        return self._build(leaves)
 
     @property
     def varying(self) -> list[dict[int, Any]]:

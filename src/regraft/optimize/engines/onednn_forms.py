@@ -25,7 +25,7 @@ from regraft.optimize.engines.onednn_layouts import (
     steps_oddly,
 )
 from regraft.optimize.engines.onednn_same import same_in_each_call
-from regraft.optimize.engines.onednn_spelling import as_linear, joined, respelled
+from regraft.optimize.engines.onednn_spelling import respelled
 from regraft.optimize.engines.written_attention import Mask, WrittenAttention
 
 _BROADCASTING = {
@@ -36,7 +36,6 @@ _BROADCASTING = {
 }
 """Operations that are fused with tensors of their result's size alone, by the names of their functions and methods."""
 _IN_PLACE = {name for name in _BROADCASTING if name.endswith("_")} | {"iadd", "isub", "imul", "itruediv"}
-_JOINING = {"cat", "concat", "concatenate"}
 _ADDING = {"addmm", "baddbmm", "addmv", "addbmm"}
 """Matrix products that are added to their first tensor."""
 Form = tuple[torch.Size, tuple[int, ...]]
@@ -68,7 +67,7 @@ class Forms(nn.Module):
         images: Whether the channels of images are to lie last, where the graph has convolutions.
 
     Attributes:
-        images: Whether they do.
+        images: How many convolutions are given such.
         beside: What it is given after its inputs.
         attention: How attention is computed.
     """
@@ -186,11 +185,7 @@ class _Values(Images):
             if name in _ADDING and n.all_input_nodes[0] not in self._same:
                 raise ValueError(f"{n.name} adds a product of one row to what is computed")
         call = read(n, self.gm)
-        other = respelled(call, self.env) if call is not None else None
-        if name in _JOINING:
-            other = joined(n, self.env, result.dtype)
-        if name == "addmm":
-            other = as_linear(n, self.steady)
+        other = respelled(n, name, call, result, self.env, self.steady)
         if other is not None:
             self.respelled[n] = other
         if call is not None and call.operation is ATTENTION:
@@ -237,7 +232,7 @@ class _Run(Images):
     """
 
     def __init__(self, forms: Forms, beside: Sequence[Tensor]) -> None:
-        super().__init__(forms.gm, forms.images)
+        super().__init__(forms.gm, bool(forms.images))
         self._forms, self._known, self._beside = forms, forms.known, beside
         self._masks: dict[Any, Mask] = {}
 

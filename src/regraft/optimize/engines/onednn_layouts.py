@@ -46,9 +46,9 @@ class Images(Interpreter):
             self._convolutions = {node: node.all_input_nodes[0] for node in nodes}
 
     @property
-    def images(self) -> bool:
-        """Whether there are such images."""
-        return bool(self._convolutions)
+    def images(self) -> int:
+        """How many convolutions are given such images."""
+        return len(self._convolutions)
 
     def fetch_args_kwargs_from_env(self, n: Node) -> Any:
         """See `Interpreter.fetch_args_kwargs_from_env`."""
@@ -136,7 +136,7 @@ def steps_oddly(tensor: Tensor) -> bool:
     Args:
         tensor: The tensor.
     """
-    last = tensor.ndim == 4 and len(tensor) == 1 and tensor.is_contiguous(memory_format=torch.channels_last)
+    last = tensor.ndim == 4 and tensor.shape[0] == 1 and tensor.is_contiguous(memory_format=torch.channels_last)
     return last and tensor.stride(0) != tensor.numel()
 
 

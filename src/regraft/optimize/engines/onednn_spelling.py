@@ -16,19 +16,37 @@ from torch.nn import functional as F
 from regraft.core.vocabulary import BATCH_NORM, GELU, LAYER_NORM, Call
 
 Env = Mapping[Node, Any]
+Spelling = Callable[[Env], Tensor]
+_JOINING = {"cat", "concat", "concatenate"}
+_POOLING = {"max_pool2d", "avg_pool2d"}
+_CLAMPING = {"clamp", "clip"}
+_TYPES = (torch.float32, torch.bfloat16)
+"""Those that it knows, of what is joined."""
 
 
-def respelled(call: Call, env: Env) -> Callable[[Env], Tensor] | None:
+def respelled(node: Node, name: str, call: Call | None, result: Tensor, env: Env, steady: Env) -> Spelling | None:
     """Another spelling of a call, from the values of the nodes; None where it can stay as it is.
 
     Args:
-        call: The call.
-        env: The values of the nodes, in the sample.
+        node: The call.
+        name: The name of the function, method or layer.
+        call: What is known of it.
+        result: Its result in the sample.
+        env: The values of the nodes there.
+        steady: Those that are the same in each call.
     """
-    if call.operation is GELU and call["approximate"] == "tanh":
+    if call is not None and call.operation is GELU and call["approximate"] == "tanh":
         return partial(_gelu_by_tanh, call.input)
-    if call.operation in (LAYER_NORM, BATCH_NORM) and (call["weight"] is None or call["bias"] is None):
-        return _norm(call, env)
+    if call is not None and call.operation in (LAYER_NORM, BATCH_NORM):
+        return _norm(call, env) if call["weight"] is None or call["bias"] is None else None
+    if name == "addmm":
+        return _as_linear(node, steady)
+    if name in _JOINING:
+        return _joined(node, env, result.dtype)
+    if name in _POOLING:
+        return _with_its_step(node)
+    if name in _CLAMPING:
+        return _clamped(node, env)
     return None
 
 
@@ -42,7 +60,7 @@ def _gelu_by_tanh(given: Node, env: Env) -> Tensor:
     return (0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y * y * y)))).to(x.dtype)
 
 
-def _norm(call: Call, env: Env) -> Callable[[Env], Tensor] | None:
+def _norm(call: Call, env: Env) -> Spelling | None:
     """A norm with a weight and a bias: one that lacks either cannot be compiled."""
     given, shape = call.input, call["normalized_shape"]
     if call.operation is BATCH_NORM:
@@ -68,16 +86,8 @@ def _norm(call: Call, env: Env) -> Callable[[Env], Tensor] | None:
     return compute
 
 
-def as_linear(node: Node, steady: Env) -> Callable[[Env], Tensor] | None:
-    """A product and a sum as a linear layer: a constant that is added to a product cannot be compiled.
-
-    Args:
-        node: A call of `addmm`.
-        steady: The values that are the same in each call.
-
-    Returns:
-        The layer, from the values of the nodes; None where it is none.
-    """
+def _as_linear(node: Node, steady: Env) -> Spelling | None:
+    """A product and a sum as a linear layer: a constant that is added to a product cannot be compiled."""
     if node.kwargs or len(node.args) != 3:
         return None
     bias, given, weight = (value for value in node.args if isinstance(value, Node))
@@ -86,24 +96,64 @@ def as_linear(node: Node, steady: Env) -> Callable[[Env], Tensor] | None:
     return lambda env: F.linear(env[given], steady[weight].t().contiguous(), steady[bias])
 
 
-def joined(node: Node, env: Env, dtype: torch.dtype) -> Callable[[Env], Tensor] | None:
-    """Tensors joined without those that have no elements, which cannot be compiled.
+def _joined(node: Node, env: Env, dtype: torch.dtype) -> Spelling | None:
+    """Tensors joined without those that have no elements, and those of other types by a function that it does not know.
 
-    Args:
-        node: A call of `cat`.
-        env: The values of the nodes, in the sample.
-        dtype: The type of its result there.
-
-    Returns:
-        The others joined, from the values of the nodes; None where the call can stay as it is.
+    It would try to compile both, and cannot.
     """
     nodes: Any = node.args[0] if node.args else None
-    if not isinstance(nodes, (list, tuple)):
+    axis: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", node.kwargs.get("axis", 0))
+    if not isinstance(nodes, (list, tuple)) or not isinstance(axis, int):
         return None
     full = [each for each in nodes if env[each].numel()]
+    if dtype not in _TYPES and full:
+        second = min(1, env[full[0]].ndim - 1)  # `hstack` joins along the second axis, or the only one
+
+        def compute(env: Env) -> Tensor:
+            parts = [env[each].to(dtype).movedim(axis, second) for each in full]
+            return torch.hstack(parts).movedim(second, axis).contiguous()
+
+        return compute
     if not full or len(full) == len(nodes):
         return None
-    return lambda env: torch.cat([env[each].to(dtype) for each in full], *node.args[1:], **node.kwargs)  # type: ignore[arg-type]
+    return lambda env: torch.cat([env[each].to(dtype) for each in full], axis)
+
+
+def _with_its_step(node: Node) -> Spelling | None:
+    """A pooling with its stride, which is the size of its window where none is given."""
+    args, kwargs = list(node.args), dict(node.kwargs)
+    given = args[2] if len(args) > 2 else kwargs.get("stride")
+    if isinstance(given, Node) or given:
+        return None
+    window = args[1] if len(args) > 1 else kwargs["kernel_size"]
+    if len(args) > 2:
+        args[2] = window
+    else:
+        kwargs["stride"] = window
+    function: Any = node.target
+
+    def compute(env: Env) -> Tensor:
+        values: Any = map_arg((args, kwargs), env.__getitem__)
+        result: Tensor = function(*values[0], **values[1])
+        return result
+
+    return compute
+
+
+def _clamped(node: Node, env: Env) -> Spelling | None:
+    """What is clamped between tensors, of which it takes each for a number."""
+    given, *bounds = (*node.args, *[None] * 3)[:3]
+    bounds = [node.kwargs.get(name, bound) for name, bound in zip(("min", "max"), bounds)]
+    if not isinstance(given, Node) or not any(isinstance(_value(bound, env), Tensor) for bound in bounds):
+        return None
+
+    def compute(env: Env) -> Tensor:
+        result: Tensor = env[given]
+        for bound, limit in zip(bounds, (torch.maximum, torch.minimum)):
+            result = result if bound is None else limit(result, _value(bound, env))
+        return result
+
+    return compute
 
 
 def _value(value: Any, env: Env) -> Any:

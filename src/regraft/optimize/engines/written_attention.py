@@ -1,6 +1,8 @@
 """Attention written out for oneDNN Graph, which makes one kernel of the products and the softmax.
 
-That kernel may take half the time of torch's fused call. In a model in bfloat16 it computes in float32, or in bfloat16,
+That kernel may take half the time of torch's fused call. It computes one head after the other, each by calls of its own
+to oneDNN; where these are small, a product of all heads at once is faster, and the softmax and the products are kept
+apart. In a model in bfloat16 it computes in float32, or in bfloat16,
 where oneDNN Graph rounds the scores before the softmax, which the fused call does not.
 """
 
@@ -17,11 +19,14 @@ from torch import Tensor
 from torch.fx import Node
 
 from regraft.core.vocabulary import Call
+from regraft.optimize.engines.onednn_layouts import anew
 
 _AT_ONCE = 1 << 22
 """So many scores at a time, 16 MB of them: more would leave the caches between one product and the next."""
 _PARTS = 16
 """Into so many parts a call is taken apart at most, and into a quarter of them where a mask is as large as they are."""
+_SMALL = 64 * 64
+"""So few scores has a head that takes less time together with all others."""
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -106,6 +111,11 @@ class WrittenAttention:
         return [slice(first, last) for first, last in pairwise(bounds)]
 
     @property
+    def small(self) -> bool:
+        """Whether the products and the softmax of all heads are faster than one kernel for each head."""
+        return math.prod(self.sizes[2:]) <= _SMALL
+
+    @property
     def mask(self) -> tuple[Node | None, tuple[int, ...], int] | None:
         """What tells its mask from those of other calls: the node, none for the causal mask, and the sizes."""
         node = self.call["attn_mask"]
@@ -143,7 +153,8 @@ class WrittenAttention:
         for part, rows in enumerate(self.parts):
             scores = torch.matmul(query[:, :, rows], key.transpose(2, 3)) * scale
             scores = scores if mask is None else scores + mask.added[part]
-            results.append(torch.matmul(scores.softmax(-1), value))
+            weights = anew(anew(scores).softmax(-1)) if self.small else scores.softmax(-1)
+            results.append(torch.matmul(weights, value))
         result = results[0] if len(results) == 1 else torch.cat(results, 2)
         if mask is not None and mask.blind is not None:
             result = result.masked_fill(mask.blind, 0.0)
