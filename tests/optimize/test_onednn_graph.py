@@ -474,6 +474,9 @@ def test_what_lies_oddly() -> None:
 def test_a_graph_inside_of_a_graph_is_refused() -> None:
     gm = symbolic_trace(Of(F.relu))
     gm.add_module("inner", symbolic_trace(Of(F.relu)))
+    Forms(gm, [weight(*SIZE)])  # nobody calls it
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        gm.graph.call_module("inner", (gm.graph.find_nodes(op="placeholder")[0],))
     with pytest.raises(ValueError, match="graphs inside"):
         Forms(gm, [weight(*SIZE)])
 

@@ -21,6 +21,7 @@ from regraft.core.graph_module import GraphModule as OwnGraphModule
 from regraft.core.ordinary import ORDINARY, ordinary_call
 from regraft.core.values import layout_of
 from regraft.dropin.watch import Watch
+from regraft.optimize.engines.regions import inline_regions
 from regraft.optimize.sharing import weights_made
 
 Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -37,6 +38,7 @@ class Flat:
     def __init__(self, gm: GraphModule, call: Mapping[str, Any]) -> None:
         self.module = OwnGraphModule.__copy__(gm)  # type: ignore[arg-type]
         self.module.graph.set_codegen(CodeGen())
+        inline_regions(self.module)
         self.module.recompile()
         codegen = codegen_of(gm.graph)
         holders = self.module.graph.find_nodes(op="placeholder")

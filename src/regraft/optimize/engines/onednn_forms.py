@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from regraft.core.modules import graph_modules
-from regraft.core.vocabulary import ATTENTION, Call, read
+from regraft.core.vocabulary import ATTENTION, Call, attribute, read
 from regraft.optimize.engines.onednn_fusions import PRODUCTS, called, is_factor, kept_apart, overwritten, read_twice
 from regraft.optimize.engines.onednn_layouts import (
     Images,
@@ -74,7 +73,8 @@ class Forms(nn.Module):
 
     def __init__(self, gm: GraphModule, sample: Sequence[Tensor], images: bool = True) -> None:
         super().__init__()
-        if len(graph_modules(gm)) > 1:
+        read_or_called = (node for op in ("get_attr", "call_module") for node in gm.graph.find_nodes(op=op))
+        if any(isinstance(attribute(gm, str(node.target)), GraphModule) for node in read_or_called):
             raise ValueError("the graph has graphs inside of it")
         self.training = False  # of itself alone: the graph's modules are others', too
         self.gm = gm
