@@ -46,6 +46,7 @@ from regraft.transformations import (
     RemoveDeadWork,
     ReplaceActivation,
     ReplaceEinsum,
+    SumConvs,
 )
 from regraft.verify import Culprit, Verification, bisect, verify
 
@@ -90,6 +91,7 @@ __all__ = [
     "Siblings",
     "Step",
     "StepResult",
+    "SumConvs",
     "Transformation",
     "Verification",
     "VerificationError",

@@ -21,6 +21,7 @@ from regraft.transformations.reduce_precision import ReducePrecision
 from regraft.transformations.remove_dead_work import RemoveDeadWork
 from regraft.transformations.replace_activation import ReplaceActivation
 from regraft.transformations.replace_einsum import ReplaceEinsum
+from regraft.transformations.sum_convs import SumConvs
 
 TRANSFORMATIONS = (
     MergeLinears,
@@ -39,6 +40,7 @@ TRANSFORMATIONS = (
     FuseAttention,
     FuseNorm,
     MergeConvs,
+    SumConvs,
     ReplaceActivation,
     ReplaceEinsum,
     FoldScale,
@@ -69,4 +71,5 @@ __all__ = [
     "RemoveDeadWork",
     "ReplaceActivation",
     "ReplaceEinsum",
+    "SumConvs",
 ]

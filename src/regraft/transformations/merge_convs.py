@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from itertools import accumulate
-from typing import Any
 
 from torch import Tensor
 
@@ -14,6 +13,7 @@ from regraft.core.query import Facts, require, that
 from regraft.core.rewrite import Rewrite
 from regraft.core.values import value_of
 from regraft.core.vocabulary import CONV, Call
+from regraft.transformations._kernels import per_axis
 from regraft.transformations._merge import common_parent, divide, side_by_side, take_part
 from regraft.transformations._module_for import module_for
 
@@ -26,14 +26,7 @@ def _kind(call: Call) -> Hashable:
     size = tuple(weight.tensor.shape[2:]) if weight is not None else None
     axes = len(size) if size is not None else 0
     mode = getattr(call.module, "padding_mode", "zeros")
-    return size, mode, *(_written_out(call[name], axes) for name in _GEOMETRY)
-
-
-def _written_out(setting: Any, axes: int) -> Hashable:
-    """A setting, one number for each axis: a function takes one for all of them, and a module has several."""
-    if isinstance(setting, int) and axes:
-        return (setting,) * axes
-    return tuple(setting) if isinstance(setting, list) else setting
+    return size, mode, *(per_axis(call[name], axes) for name in _GEOMETRY)
 
 
 class MergeConvs(Rewrite):

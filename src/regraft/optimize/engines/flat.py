@@ -21,7 +21,7 @@ from regraft.core.graph_module import GraphModule as OwnGraphModule
 from regraft.core.ordinary import ORDINARY, ordinary_call
 from regraft.core.values import layout_of
 from regraft.dropin.watch import Watch
-from regraft.optimize.engines.regions import inline_regions
+from regraft.optimize.engines.inlining import inline_regions
 from regraft.optimize.sharing import weights_made
 
 Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]

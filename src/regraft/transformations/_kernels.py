@@ -1,0 +1,104 @@
+"""Which pixels the elements of a convolution's kernel meet, and the sum of two kernels that meet the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regraft.core.vocabulary import CONV, Call
+from regraft.core.weights import Derivation, wider
+
+Places = tuple[tuple[int, int, int], ...]
+"""For each axis of a kernel the first element, the one behind the last, and the step between them."""
+
+
+def per_axis(setting: Any, axes: int) -> Any:
+    """A setting of a convolution, one number for each axis: a function takes one for all, and a module has several."""
+    if isinstance(setting, int) and axes:
+        return (setting,) * axes
+    return tuple(setting) if isinstance(setting, list) else setting
+
+
+def kernel_of(call: Call) -> Tensor:
+    """The weight of a convolution that has one."""
+    weight = call.weight("weight")
+    assert weight is not None
+    return weight.tensor
+
+
+def places_in(whole: Call, other: Call) -> Places | None:
+    """Where the elements of the other kernel meet what elements of the whole one meet; None where not all do.
+
+    Element `j` of a kernel meets the pixel at `j dilation - padding` from the first, and both give as many results.
+    """
+    kernel, groups = kernel_of(whole), int(whole["groups"])
+    axes = kernel.ndim - 2
+    if other.operation is CONV:
+        same = kernel_of(other).shape[:2] == kernel.shape[:2] and int(other["groups"]) == groups
+        theirs = _pixels(other, axes) if same else None
+    else:
+        mean = other.weight("running_mean")
+        same = mean is not None and len(mean.tensor) == len(kernel) == kernel.shape[1] * groups
+        theirs = [(1, 1, 0, 1)] * axes if same else None
+    found: list[tuple[int, int, int]] = []
+    for ours, others in zip(_pixels(whole, axes), theirs or ()):
+        (stride, size, padding, dilation), (its_stride, its_size, its_padding, its_dilation) = ours, others
+        start, step = (padding - its_padding) / dilation, its_dilation / dilation if its_size > 1 else 1
+        last = start + (its_size - 1) * step
+        equally_many = 2 * padding - dilation * (size - 1) == 2 * its_padding - its_dilation * (its_size - 1)
+        if stride == its_stride and equally_many and start >= 0 and start % 1 == 0 and step % 1 == 0 and last < size:
+            found.append((int(start), int(last) + 1, int(step)))
+    return tuple(found) if len(found) == axes else None
+
+
+def _pixels(call: Call, axes: int) -> list[tuple[int, int, float, int]]:
+    """For each axis the stride, the size of the kernel, the padding and the dilation."""
+    sizes, dilations = kernel_of(call).shape[2:], per_axis(call["dilation"], axes)
+    paddings = per_axis(call["padding"], axes)
+    if isinstance(call["padding"], str):
+        same = call["padding"] == "same"
+        paddings = tuple(d * (size - 1) / 2 if same else 0 for size, d in zip(sizes, dilations, strict=True))
+    return list(zip(per_axis(call["stride"], axes), sizes, paddings, dilations, strict=True))
+
+
+@dataclass(frozen=True)
+class Sum(Derivation):
+    """The weight or the bias of a convolution and another, or a batch norm, whose results are added.
+
+    Args:
+        part: `"weight"` or `"bias"`.
+        names: The sources, in order: those of the whole kernel, and the other's.
+        places: For each axis the elements of the kernel to which the other's are added.
+        eps: What the other adds to its variance; None where it is a convolution.
+    """
+
+    part: str
+    names: tuple[str, ...]
+    places: Places
+    eps: float | None
+
+    def compute(self, *sources: Tensor) -> Tensor:
+        given = {name: tensor.detach() for name, tensor in zip(self.names, sources, strict=True)}
+        weight, scale = given["whole_weight"], None
+        if self.eps is not None:
+            scale = torch.rsqrt(given["other_running_var"].to(wider(weight.dtype)) + self.eps)
+            scale = scale * given["other_weight"] if "other_weight" in given else scale
+        if self.part == "weight":
+            return self._weight(weight.clone(), given, scale)
+        total = torch.zeros(len(weight), dtype=wider(weight.dtype), device=weight.device)
+        for name in ("whole_bias", "other_bias"):
+            total = total + given[name] if name in given else total
+        return (total if scale is None else total - given["other_running_mean"] * scale).to(weight.dtype)
+
+    def _weight(self, total: Tensor, given: dict[str, Tensor], scale: Tensor | None) -> Tensor:
+        inner = total[(slice(None), slice(None), *(slice(*place) for place in self.places))]
+        if scale is None:
+            inner += given["other_weight"]
+        else:  # each channel is added to itself, which is one of the inputs of its group
+            channels = torch.arange(len(total), device=total.device)
+            own = channels % total.shape[1]
+            inner[channels, own] = (inner[channels, own] + scale.reshape(-1, *[1] * (total.ndim - 2))).to(total.dtype)
+        return total

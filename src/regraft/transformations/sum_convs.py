@@ -1,0 +1,107 @@
+"""`SumConvs`: convolutions of one input whose results are added become one convolution."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch.fx import GraphModule, Node
+
+from regraft.core.edit import Derived, Edit
+from regraft.core.pattern import Calls, Match
+from regraft.core.query import Answer, Facts, require, that
+from regraft.core.rewrite import Rewrite
+from regraft.core.vocabulary import ADD, ADD_IN_PLACE, BATCH_NORM, CONV, Call, read
+from regraft.transformations._kernels import Sum, kernel_of, places_in
+from regraft.transformations._module_for import place_of
+
+
+class _Branches(Calls):
+    """Sums of two convolutions of one input, or of a convolution and a batch norm."""
+
+    def candidates(self, owner: GraphModule) -> Iterator[tuple[Node, ...]]:
+        for (node,) in super().candidates(owner):
+            calls = [read(each, owner) for each in node.all_input_nodes]
+            if len(calls) == 2 and _on_one_input(*calls):
+                yield (node,)
+
+
+def _on_one_input(first: Call | None, second: Call | None) -> bool:
+    kinds = {call.operation for call in (first, second) if call is not None}
+    if first is None or second is None or CONV not in kinds or kinds - {CONV, BATCH_NORM}:
+        return False
+    return first["input"] is second["input"]
+
+
+class SumConvs(Rewrite):
+    """Make one convolution of those that take the same input and whose results are added, and of a batch norm there.
+
+    `W_1 * x + b_1 + W_2 * x + b_2 = (W_1 + W_2) * x + (b_1 + b_2)`, where the smaller kernel is added to the elements
+    of the larger that meet the same pixels; a batch norm in evaluation mode is a kernel of one pixel for each channel.
+    This is the re-parameterization of RepVGG (Ding et al. 2021, arXiv:2101.03697), for networks that are deployed with
+    the branches that they were trained with, once `FoldBatchNorm` has been there: RepVGG, MobileOne, RT-DETR.
+
+    Example:
+        >>> import torch, regraft as rg
+        >>> class Branches(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.a, self.b = torch.nn.Conv2d(8, 8, 3, padding=1), torch.nn.Conv2d(8, 8, 1)
+        ...     def forward(self, x):
+        ...         return self.a(x) + self.b(x)
+        >>> gm = rg.SumConvs()(rg.symbolic_trace(Branches()))
+        >>> [node.target for node in gm.graph.nodes if node.op == "call_module"]
+        ['a']
+    """
+
+    preserves_computation = True
+    pattern = _Branches(ADD, ADD_IN_PLACE)
+    exhaustive = True
+
+    def rewrite(self, match: Match, edit: Edit, facts: Facts) -> str:
+        """See `Rewrite.rewrite`."""
+        add = match.call
+        first, second = (match.producer(node) for node in add.node.all_input_nodes)
+        assert first is not None
+        assert second is not None
+        require(
+            that(add["alpha"] in (None, 1), f"{add.where} multiplies what it adds by {add['alpha']}"),
+            *(answer for call in (first, second) for answer in _answers(call, add, facts)),
+            facts.same_mode((first, second)),
+        )
+        convs = [call for call in (first, second) if call.operation is CONV]
+        whole = max(convs, key=lambda call: kernel_of(call).numel())
+        other, kernel = second if whole is first else first, kernel_of(whole)
+        places = places_in(whole, other)
+        require(that(places is not None, f"{other.where} reads other pixels than {whole.where}, or in other steps"))
+        assert places is not None
+        sources = [
+            (f"{part}_{key}", weight)
+            for part, call in (("whole", whole), ("other", other))
+            for key in ("weight", "bias", "running_mean", "running_var")
+            if (weight := call.weight(key)) is not None
+        ]
+        require(facts.agree([(w.name, w.tensor) for key, w in sources if "running" not in key]))
+        eps = float(other["eps"]) if other.operation is BATCH_NORM else None
+        names, given = tuple(key for key, _ in sources), [weight for _, weight in sources]
+        derived: dict[str, Derived | None] = {p: (Sum(p, names, places, eps), given) for p in ("weight", "bias")}
+        if eps is None and not any(key.endswith("bias") for key in names):
+            derived["bias"] = None
+        name, like = place_of(whole, kernel, edit)
+        edit.put_module(name, like, derived)
+        edit.replace_with_module(add.node, name, whole.input)
+        for call in (whole, other):
+            edit.erase(call.node)
+            edit.discard(call)
+        return f"added {other.where} to {whole.where}"
+
+
+def _answers(call: Call, add: Call, facts: Facts) -> Iterator[Answer]:
+    yield facts.plain(call)
+    yield facts.alone(call)
+    yield facts.only_user(call.node, add.node)
+    yield facts.unchanged(call.input, call.node, add.node)
+    if call.operation is BATCH_NORM:
+        yield facts.evaluating(call)
+        yield that(call.weight("running_mean") is not None, f"{call.where} keeps no running statistics")
+    elif getattr(call.module, "padding_mode", "zeros") != "zeros":
+        yield f"{call.where} does not pad with zeros"
