@@ -131,6 +131,14 @@ def frozen() -> nn.Module:
 
 
 REFUSED: dict[str, tuple[nn.Module, str]] = {
+    "half a pixel": (
+        net(a=nn.Conv2d(4, 4, 4, padding="same"), b=nn.Conv2d(4, 4, 3, padding="same")),
+        "other pixels",
+    ),
+    "between what it meets": (
+        net(a=nn.Conv2d(4, 4, 5, padding=4, dilation=2), b=nn.Conv2d(4, 4, 5, padding=2)),
+        "other pixels",
+    ),
     "neither within the other": (
         net(a=nn.Conv2d(4, 4, (3, 1), padding=(1, 0)), b=nn.Conv2d(4, 4, (1, 3), padding=(0, 1))),
         "other pixels",
@@ -161,6 +169,17 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
 def test_refused(name: str) -> None:
     model, reason = REFUSED[name]
     check_refused(SUM, model, X[2], "trace", reason)
+
+
+def test_the_sum_of_those_without_a_bias_has_none() -> None:
+    model = net(a=nn.Conv2d(4, 4, 3, padding=1, bias=False), b=nn.Conv2d(4, 4, 1, bias=False))
+    assert SUM(rg.trace(model, X[2])).a.bias is None
+
+
+def test_one_in_training_mode() -> None:
+    model = net(a=nn.Conv2d(4, 4, 3, padding=1), b=nn.Conv2d(4, 4, 1))
+    model.a.train()
+    check_refused(SUM, model, X[2], "fx", "training mode")
 
 
 def test_training() -> None:

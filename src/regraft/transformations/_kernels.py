@@ -34,23 +34,22 @@ def places_in(whole: Call, other: Call) -> Places | None:
 
     Element `j` of a kernel meets the pixel at `j dilation - padding` from the first, and both give as many results.
     """
-    kernel, groups = kernel_of(whole), int(whole["groups"])
+    kernel = kernel_of(whole)
     axes = kernel.ndim - 2
     if other.operation is CONV:
-        same = kernel_of(other).shape[:2] == kernel.shape[:2] and int(other["groups"]) == groups
+        same = kernel_of(other).shape[:2] == kernel.shape[:2]
         theirs = _pixels(other, axes) if same else None
     else:
         mean = other.weight("running_mean")
-        same = mean is not None and len(mean.tensor) == len(kernel) == kernel.shape[1] * groups
+        same = mean is not None and len(mean.tensor) == len(kernel) == kernel.shape[1] * int(whole["groups"])
         theirs = [(1, 1, 0, 1)] * axes if same else None
     found: list[tuple[int, int, int]] = []
     for ours, others in zip(_pixels(whole, axes), theirs or ()):
         (stride, size, padding, dilation), (its_stride, its_size, its_padding, its_dilation) = ours, others
         start, step = (padding - its_padding) / dilation, its_dilation / dilation if its_size > 1 else 1
-        last = start + (its_size - 1) * step
         equally_many = 2 * padding - dilation * (size - 1) == 2 * its_padding - its_dilation * (its_size - 1)
-        if stride == its_stride and equally_many and start >= 0 and start % 1 == 0 and step % 1 == 0 and last < size:
-            found.append((int(start), int(last) + 1, int(step)))
+        if stride == its_stride and equally_many and start >= 0 and start % 1 == 0 and step % 1 == 0:
+            found.append((int(start), size - int(start), int(step)))  # as far from the end as from the beginning
     return tuple(found) if len(found) == axes else None
 
 
