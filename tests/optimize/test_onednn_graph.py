@@ -86,6 +86,7 @@ OPERATORS: dict[str, Function] = {
     "whole numbers of one axis joined": lambda x: x * torch.concat([x[0, 0, 0].long(), torch.zeros(0).long()]),
     "booleans joined": lambda x: torch.cat((x > 0, x[..., :3] > 0.1), -1).float(),
     "float64 joined": lambda x: torch.concatenate([x.double(), x, x[:0].double()], axis=0).mean(0),
+    "whole numbers joined to nothing": lambda x: x + torch.cat([x[0, 0, 0].long(), torch.zeros(0, dtype=torch.double)]),
     "two of nothing joined": lambda x: x + torch.cat([x[:0], x[:0]]).sum(),
     "gelu": F.gelu,
     "gelu by tanh": lambda x: F.gelu(F.linear(x, weight(10, 10)), approximate="tanh"),
