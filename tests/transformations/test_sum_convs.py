@@ -182,6 +182,30 @@ def test_one_in_training_mode() -> None:
     check_refused(SUM, model, X[2], "fx", "training mode")
 
 
+@pytest.mark.parametrize(("form", "taken"), [("fx", 0), ("trace", 1)])
+@pytest.mark.parametrize("axes", KINDS)
+def test_a_norm_of_the_second_axis_and_a_convolution_over_it(form: str, taken: int, axes: int) -> None:
+    x, names = torch.randn(4, *[4] * axes), ["weight", "bias", "running_mean", "running_var"]
+    parts = dict(zip(names, torch.rand(4, 4), strict=True))
+    forward = lambda m, x: m.a(x) + F.batch_norm(x, m.running_mean, m.running_var, m.weight, m.bias)
+    model = net(forward, a=KINDS[axes](4, 4, 3, padding=1))
+    for name in names:
+        model.register_buffer(name, parts[name])
+    check_refused(
+        SUM, model.requires_grad_(False), (x,), form, "another axis"
+    )  # one image, of as many rows as channels
+    gm = SUM(rg.symbolic_trace(model) if form == "fx" else rg.trace(model, (x[None],)))
+    assert len(rg.history(gm)[-1].applied) == taken
+    torch.testing.assert_close(gm(x[None]), model(x[None]), rtol=1e-5, atol=1e-5)
+
+
+def test_a_scale_that_is_not_finite() -> None:
+    model = net(a=nn.Conv2d(4, 4, 3, padding=1), b=nn.BatchNorm2d(4, eps=1e-12)).half()
+    model.b.running_var.zero_()
+    gm = SUM(rg.symbolic_trace(model))
+    assert "not finite" in str(rg.history(gm)[-1].refused[0])
+
+
 def test_training() -> None:
     model = net(a=nn.Conv2d(4, 4, 3, padding=1), b=nn.BatchNorm2d(4)).train()
     check_refused(SUM, model, X[2], "fx", "training mode")

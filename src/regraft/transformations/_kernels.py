@@ -81,16 +81,20 @@ class Sum(Derivation):
 
     def compute(self, *sources: Tensor) -> Tensor:
         given = {name: tensor.detach() for name, tensor in zip(self.names, sources, strict=True)}
-        weight, scale = given["whole_weight"], None
-        if self.eps is not None:
-            scale = torch.rsqrt(given["other_running_var"].to(wider(weight.dtype)) + self.eps)
-            scale = scale * given["other_weight"] if "other_weight" in given else scale
+        weight = given["whole_weight"]
+        scale = self.scale(*sources) if self.eps is not None else None
         if self.part == "weight":
             return self._weight(weight.clone(), given, scale)
         total = torch.zeros(len(weight), dtype=wider(weight.dtype), device=weight.device)
         for name in ("whole_bias", "other_bias"):
             total = total + given[name] if name in given else total
         return (total if scale is None else total - given["other_running_mean"] * scale).to(weight.dtype)
+
+    def scale(self, *sources: Tensor) -> Tensor:
+        """What the batch norm multiplies each channel with, one precision up."""
+        given = {name: tensor.detach() for name, tensor in zip(self.names, sources, strict=True)}
+        scale = torch.rsqrt(given["other_running_var"].to(wider(given["whole_weight"].dtype)) + (self.eps or 0))
+        return scale * given["other_weight"] if "other_weight" in given else scale
 
     def _weight(self, total: Tensor, given: dict[str, Tensor], scale: Tensor | None) -> Tensor:
         inner = total[(slice(None), slice(None), *(slice(*place) for place in self.places))]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from regraft.core.edit import Derived, Edit
@@ -83,7 +85,11 @@ class SumConvs(Rewrite):
         require(facts.agree([(w.name, w.tensor) for key, w in sources if "running" not in key]))
         eps = float(other["eps"]) if other.operation is BATCH_NORM else None
         names, given = tuple(key for key, _ in sources), [weight for _, weight in sources]
-        derived: dict[str, Derived | None] = {p: (Sum(p, names, places, eps), given) for p in ("weight", "bias")}
+        sums = {part: Sum(part, names, places, eps) for part in ("weight", "bias")}
+        if eps is not None:
+            scale = sums["weight"].scale(*(weight.tensor.detach() for weight in given))
+            require(_same_channels(other, whole, facts), _finite(scale, other, kernel))
+        derived: dict[str, Derived | None] = {part: (total, given) for part, total in sums.items()}
         if eps is None and not any(key.endswith("bias") for key in names):
             derived["bias"] = None
         name, like = place_of(whole, kernel, edit)
@@ -105,3 +111,16 @@ def _answers(call: Call, add: Call, facts: Facts) -> Iterator[Answer]:
         yield that(call.weight("running_mean") is not None, f"{call.where} keeps no running statistics")
     elif getattr(call.module, "padding_mode", "zeros") != "zeros":
         yield f"{call.where} does not pad with zeros"
+
+
+def _same_channels(norm: Call, conv: Call, facts: Facts) -> Answer:
+    """A batch norm takes the second axis for its channels, and a convolution of a single image the first."""
+    axes = {nn.BatchNorm2d: 4, nn.BatchNorm3d: 5}.get(type(norm.module), facts.rank(conv.input))  # type: ignore[arg-type]
+    return that(
+        axes == kernel_of(conv).ndim, f"{norm.where} may normalise another axis than the channels of {conv.where}"
+    )
+
+
+def _finite(scale: Tensor, norm: Call, kernel: Tensor) -> Answer:
+    finite = scale.is_meta or bool((scale.abs() < torch.finfo(kernel.dtype).max / 2).all())
+    return that(finite, f"{norm.where} makes a scale that is not finite in {kernel.dtype}")
