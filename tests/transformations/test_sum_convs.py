@@ -227,3 +227,19 @@ def test_an_input_that_is_written_between() -> None:
         return y + m.b(x)
 
     check_refused(SUM, net(forward, a=nn.Conv2d(4, 4, 3, padding=1), b=nn.Conv2d(4, 4, 1)), X[2], "fx", "in place")
+
+
+def test_a_long_sum_is_one_pass() -> None:
+    names = [f"c{i}" for i in range(12)]
+    parts = {name: nn.Conv2d(4, 4, 1) for name in names}
+    gm = rg.symbolic_trace(net(lambda m, x: sum((getattr(m, name)(x) for name in names[1:]), m.c0(x)), **parts))
+    passes: list[object] = []
+    pattern = type(SUM).pattern
+    found = pattern.candidates
+    try:
+        pattern.candidates = lambda owner: passes.append(owner) or found(owner)  # type: ignore[method-assign]
+        SUM(gm)
+    finally:
+        del pattern.candidates
+    assert len(rg.history(gm)[-1].applied) == 11
+    assert len(passes) == 1

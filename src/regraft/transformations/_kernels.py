@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from regraft.core.query import Answer, Facts, that
 from regraft.core.vocabulary import CONV, Call
 from regraft.core.weights import Derivation, wider
 
@@ -51,6 +52,14 @@ def places_in(whole: Call, other: Call) -> Places | None:
         if stride == its_stride and equally_many and start >= 0 and start % 1 == 0 and step % 1 == 0:
             found.append((int(start), size - int(start), int(step)))  # as far from the end as from the beginning
     return tuple(found) if len(found) == axes else None
+
+
+def same_channels(norm: Call, conv: Call, facts: Facts) -> Answer:
+    """A batch norm takes the second axis for its channels, and a convolution of a single image the first."""
+    axes = {nn.BatchNorm2d: 4, nn.BatchNorm3d: 5}.get(type(norm.module), facts.rank(conv.input))  # type: ignore[arg-type]
+    return that(
+        axes == kernel_of(conv).ndim, f"{norm.where} may normalise another axis than the channels of {conv.where}"
+    )
 
 
 def _pixels(call: Call, axes: int) -> list[tuple[int, int, float, int]]:

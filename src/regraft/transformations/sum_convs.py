@@ -5,33 +5,41 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from regraft.core.edit import Derived, Edit
 from regraft.core.pattern import Calls, Match
 from regraft.core.query import Answer, Facts, require, that
 from regraft.core.rewrite import Rewrite
-from regraft.core.vocabulary import ADD, ADD_IN_PLACE, BATCH_NORM, CONV, Call, read
-from regraft.transformations._kernels import Sum, kernel_of, places_in
+from regraft.core.vocabulary import ADD, ADD_IN_PLACE, BATCH_NORM, CONV, Call, operation_of, read
+from regraft.transformations._kernels import Sum, kernel_of, places_in, same_channels
 from regraft.transformations._module_for import place_of
+
+_BRANCHES = {CONV, BATCH_NORM}
 
 
 class _Branches(Calls):
-    """Sums of two convolutions of one input, or of a convolution and a batch norm."""
+    """Sums of two convolutions of one input, or of a convolution and a batch norm; and sums of what such become."""
 
     def candidates(self, owner: GraphModule) -> Iterator[tuple[Node, ...]]:
+        sums: set[Node] = set()
         for (node,) in super().candidates(owner):
-            calls = [read(each, owner) for each in node.all_input_nodes]
-            if len(calls) == 2 and _on_one_input(*calls):
+            given = node.all_input_nodes
+            if len(given) == 2 and all(each in sums or operation_of(each, owner) in _BRANCHES for each in given):
+                sums.add(node)
                 yield (node,)
+
+    def match(self, owner: GraphModule, nodes: tuple[Node, ...]) -> Match | None:
+        match = super().match(owner, nodes)
+        branches = [read(each, owner) for each in nodes[0].all_input_nodes]
+        return match if len(branches) == 2 and _on_one_input(*branches) else None
 
 
 def _on_one_input(first: Call | None, second: Call | None) -> bool:
-    kinds = {call.operation for call in (first, second) if call is not None}
-    if first is None or second is None or CONV not in kinds or kinds - {CONV, BATCH_NORM}:
+    if first is None or second is None or CONV not in (first.operation, second.operation):
         return False
-    return first["input"] is second["input"]
+    return {first.operation, second.operation} <= _BRANCHES and first["input"] is second["input"]
 
 
 class SumConvs(Rewrite):
@@ -57,7 +65,6 @@ class SumConvs(Rewrite):
 
     preserves_computation = True
     pattern = _Branches(ADD, ADD_IN_PLACE)
-    exhaustive = True
 
     def rewrite(self, match: Match, edit: Edit, facts: Facts) -> str:
         """See `Rewrite.rewrite`."""
@@ -88,7 +95,7 @@ class SumConvs(Rewrite):
         sums = {part: Sum(part, names, places, eps) for part in ("weight", "bias")}
         if eps is not None:
             scale = sums["weight"].scale(*(weight.tensor.detach() for weight in given))
-            require(_same_channels(other, whole, facts), _finite(scale, other, kernel))
+            require(same_channels(other, whole, facts), _finite(scale, other, kernel))
         derived: dict[str, Derived | None] = {part: (total, given) for part, total in sums.items()}
         if eps is None and not any(key.endswith("bias") for key in names):
             derived["bias"] = None
@@ -111,14 +118,6 @@ def _answers(call: Call, add: Call, facts: Facts) -> Iterator[Answer]:
         yield that(call.weight("running_mean") is not None, f"{call.where} keeps no running statistics")
     elif getattr(call.module, "padding_mode", "zeros") != "zeros":
         yield f"{call.where} does not pad with zeros"
-
-
-def _same_channels(norm: Call, conv: Call, facts: Facts) -> Answer:
-    """A batch norm takes the second axis for its channels, and a convolution of a single image the first."""
-    axes = {nn.BatchNorm2d: 4, nn.BatchNorm3d: 5}.get(type(norm.module), facts.rank(conv.input))  # type: ignore[arg-type]
-    return that(
-        axes == kernel_of(conv).ndim, f"{norm.where} may normalise another axis than the channels of {conv.where}"
-    )
 
 
 def _finite(scale: Tensor, norm: Call, kernel: Tensor) -> Answer:

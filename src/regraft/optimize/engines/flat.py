@@ -46,7 +46,8 @@ class Flat:
         self._calling = codegen.calling if isinstance(codegen, CallingCodeGen) else None
         if isinstance(codegen, CallingCodeGen):  # what a call asks is small: a network has just emptied the caches
             self._given = [(argument.name, argument.constant) for argument in codegen.calling.arguments]
-            self._places = [codegen.leaves.index(name) for name in self._names]
+            places = {name: place for place, name in enumerate(codegen.leaves)}
+            self._places = [places[name] for name in self._names]
         self.values = [node.meta.get("val") for node in holders]
         self.sample = self.take(call)
         with torch.no_grad():
