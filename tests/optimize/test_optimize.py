@@ -31,10 +31,11 @@ def compared(ratio: float, low: float, high: float) -> Comparison:
     return Comparison(1.0, ratio, ratio, low, high, (ratio,) * 10, 1)
 
 
-def times(monkeypatch, *found: Comparison) -> None:
-    """Let the measurements come out like this, one after the other, and an engine be no faster."""
+def times(monkeypatch, *found: Comparison, call: float = 0.0) -> None:
+    """Let the measurements come out like this, one after the other, a call take so long, and no engine be faster."""
     left = iter(found)
     monkeypatch.setattr(choosing, "compare_speed", lambda *programs, **clock: SAME)
+    monkeypatch.setattr(steps, "_seconds", lambda run: call)
     for module in (steps, sys.modules["regraft.optimize.work"]):
         monkeypatch.setattr(module, "compare_speed", lambda *programs, **clock: next(left))
 
@@ -235,8 +236,125 @@ def test_what_does_not_run_without_an_undecided_step_keeps_it(monkeypatch) -> No
     assert [step.kept for step in run(heads(), (image(),), transformations=PAIR).steps] == [True, True]
 
 
+SLOW = 0.1  # seconds of a call: twelve pairs of them take longer than the half second that a step is measured
+
+
+@pytest.mark.parametrize("together", [FASTER, SAME])
+def test_steps_of_a_slow_model_are_measured_together(monkeypatch, together: Comparison) -> None:
+    given = []
+    every_engine(monkeypatch, lambda flat: given.append(flat.module) or (lambda inputs: flat.module(*inputs)))
+    times(monkeypatch, together, FASTER, call=SLOW)
+    model, x = heads(), image()
+    result = run(model, kwargs={"x": x}, transformations=PAIR)
+    assert [(step.kept, step.comparison, step.applied) for step in result.steps] == [
+        (together is FASTER, together, 1)
+    ] * 2
+    assert result.steps[0].reason.endswith(f"in the whole, with MergeLinears, {together.reason}")
+    assert result.steps[1].reason.endswith(f"in the whole, with FoldBatchNorm, {together.reason}")
+    assert len(rg.history(result.graph_module)) == (2 if together is FASTER else 0)
+    assert [len(rg.history(module)) for module in given[:1]] == [2], "an engine gets what makes no difference"
+    with torch.no_grad():
+        assert equal(result.model(x=x), model(x=x))
+
+
+def test_steps_that_together_make_a_slow_model_slower_are_measured_alone(monkeypatch) -> None:
+    times(monkeypatch, SLOWER, FASTER, SLOWER, FASTER, call=SLOW)
+    model, x = heads(), image()
+    result = run(model, (x,), transformations=PAIR)
+    assert [step.kept for step in result.steps] == [True, False]
+    assert [step.comparison for step in result.steps] == [FASTER, SLOWER]
+    assert [step.transformation for step in rg.history(result.graph_module)] == ["FoldBatchNorm"]
+    with torch.no_grad():
+        assert equal(result.model(x), model(x))
+
+
+def test_one_step_that_makes_a_slow_model_slower_is_measured_once(monkeypatch) -> None:
+    times(monkeypatch, SLOWER, FASTER, call=SLOW)
+    result = run(heads(), (image(),), transformations=[rg.FoldBatchNorm()])
+    assert [(step.kept, step.comparison) for step in result.steps] == [(False, SLOWER)]
+    assert result.graph_module is not None
+    assert not rg.history(result.graph_module)
+
+
+def test_a_step_that_breaks_a_slow_model_is_found(monkeypatch) -> None:
+    left = iter([RuntimeError("sizes do not fit"), FASTER, RuntimeError("sizes do not fit"), FASTER])
+
+    def compare(*programs, **clock) -> Comparison:
+        found = next(left)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    times(monkeypatch, call=SLOW)
+    for module in (steps, sys.modules["regraft.optimize.work"]):
+        monkeypatch.setattr(module, "compare_speed", compare)
+    result = run(heads(), (image(),), transformations=PAIR)
+    assert [step.kept for step in result.steps] == [True, False]
+    assert result.steps[1].reason == "taken back, it raised RuntimeError: sizes do not fit"
+
+
+@pytest.mark.parametrize(("call", "together"), [(0.020, False), (0.021, True)])
+def test_a_model_is_slow_where_a_step_would_take_longer_than_was_asked(
+    monkeypatch, call: float, together: bool
+) -> None:
+    """Twelve pairs of calls of 20 ms take 0.48 s."""
+    times(monkeypatch, *([FASTER, FASTER] if together else [SLOWER, FASTER, FASTER]), call=call)
+    result = run(heads(), (image(),), transformations=PAIR)
+    assert [step.kept for step in result.steps] == [together, True]
+
+
+@pytest.mark.parametrize("packing", [FASTER, SAME])
+def test_what_costs_accuracy_or_memory_is_measured_alone_in_a_slow_model_too(monkeypatch, packing: Comparison) -> None:
+    compared_graphs, real = [], steps.Stepper._compared
+
+    def spied(self, before, made):
+        compared_graphs.append([[step.transformation for step in rg.history(gm)] for gm in (before, made)])
+        return real(self, before, made)
+
+    monkeypatch.setattr(steps.Stepper, "_compared", spied)
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.GELU()).eval()
+    times(monkeypatch, packing, SLOWER, *([] if packing is FASTER else [FASTER]), SAME, FASTER, call=SLOW)
+    chosen = [rg.FoldBatchNorm(), rg.ReplaceActivation(), rg.PrepackForCpu()]
+    result = run(model, (torch.randn(1, 3, 6, 6),), transformations=chosen)
+    fold, replace, pack = "FoldBatchNorm", "ReplaceActivation", "PrepackForCpu"
+    packed = [pack] if packing is FASTER else []
+    assert compared_graphs == [
+        [[], [pack]],
+        [[fold, *packed], [fold, replace, *packed]],
+        *([] if packing is FASTER else [[[fold], [fold, pack]]]),
+        [[pack], [fold, pack]],
+    ]
+    assert [step.kept for step in result.steps] == [False, False, True]
+
+
+@pytest.mark.parametrize("together", [FASTER, SLOWER])
+def test_steps_of_a_slow_model_are_measured_between_packed_layers(monkeypatch, together: Comparison) -> None:
+    compared_graphs, counts, steppers, real = [], [], [], steps.Stepper._compared
+
+    def spied(self, before, made):
+        steppers.append(self)
+        compared_graphs.append((before, made))
+        counts.append((packed_layers(before), packed_layers(made)))
+        return real(self, before, made)
+
+    monkeypatch.setattr(steps.Stepper, "_compared", spied)
+    alone = [FASTER, SLOWER] if together is SLOWER else []
+    times(monkeypatch, FASTER, together, *alone, FASTER, call=SLOW)
+    model, x = heads(), image()
+    result = run(model, (x,), transformations=[*PAIR, rg.PrepackForCpu()])
+    assert counts == [(0, 3), (3, 2), *([(3, 3), (3, 2)] if alone else [])]
+    assert compared_graphs[0][1] is compared_graphs[1][0], "what is packed already is not packed again"
+    assert steppers[0]._packing is steppers[0]._packed is None, "nor kept for longer"
+    assert [step.kept for step in result.steps] == [True, together is FASTER, True]
+    standing = tuple(record for step in result.steps if step.kept for record in step.records)
+    assert standing == tuple(rg.history(result.graph_module))
+    result.undo()
+    with torch.no_grad():
+        assert all(map(torch.equal, result.graph_module(x), model(x)))
+
+
 def test_where_weights_are_large_nothing_waits(monkeypatch) -> None:
-    times(monkeypatch, SAME, FASTER, FASTER)
+    times(monkeypatch, SAME, FASTER, FASTER, call=SLOW)
     monkeypatch.setattr(subjects, "LARGE", 0)
     result = run(heads(), (image(),), transformations=PAIR)
     assert [step.kept for step in result.steps] == [False, True]

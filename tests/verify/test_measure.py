@@ -117,12 +117,40 @@ def test_what_twelve_pairs_could_not_tell_is_not_measured_on(later: str, pairs: 
     clock, calls = Clock(), iter("oo" + later + 10 * "o")
 
     def candidate() -> None:
-        clock.now += {"o": 9.0, "x": 11.0}[next(calls)]
+        clock.now += {"o": 9.5, "x": 10.5}[next(calls)]
 
     found = compare(clock, clock.program("a", 10.0), candidate)
     losses = (later + 10 * "o")[:pairs].count("x")
     assert (found.pairs, found.faster) == (pairs, losses <= 2)
     assert found.low <= 1 <= found.high or losses <= 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "pairs"),
+    [
+        ([9.0] * 6, 6),
+        ([11.1] * 6, 6),
+        ([9.3] * 6, 8),
+        ([10.7] * 6, 8),
+        ([9.0] * 5 + [9.5], 8),
+        ([5.0] * 5 + [20.0], 12),
+        ([9.0] * 3 + [11.1] * 3, 6),
+    ],
+)
+def test_six_pairs_are_enough_where_each_of_them_is_a_tenth_off(seconds: list[float], pairs: int) -> None:
+    clock, times = Clock(), iter([1.0, 1.0, *seconds, *[seconds[0]] * 10])
+
+    def candidate() -> None:
+        clock.now += next(times)
+
+    assert compare(clock, clock.program("a", 10.0), candidate).pairs == pairs
+
+
+@pytest.mark.parametrize(("seconds", "calls"), [(0.01, 2), (15.0, 2), (25.0, 3)])
+def test_the_first_call_counts_as_warming_up(seconds: float, calls: int) -> None:
+    clock = Clock()
+    compare_speed(clock.program("a", 10.0), clock.program("b", 10.0), timer=clock, warmup_seconds=seconds, max_pairs=2)
+    assert clock.order.startswith("a" * calls + "b" * calls + "ab")
 
 
 def test_the_same_times_give_the_same_answer() -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from regraft.core.errors import VerificationError
 from regraft.verify import oracle as oracle_module
 from regraft.verify import verify
+from regraft.verify.precise import in_precision
 
 HALF = [torch.float16, torch.bfloat16]
 DTYPES = [torch.float64, torch.float32, *HALF]
@@ -436,3 +437,19 @@ def test_an_oracle_makes_its_copy_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verify(oracle, copy.deepcopy(model), (x,)).ok
     assert not verify(oracle, lambda x: {**model(x), "hidden": model(x)["hidden"] + 1e-3}, (x,)).ok
     assert len(copies) == 1
+
+
+def test_the_float64_copy_has_weights_of_its_own_and_none_is_copied_twice(monkeypatch) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model[0].bias = model[1].bias  # tied
+    model[0].weight.requires_grad_(False)
+    monkeypatch.setattr(nn.Parameter, "__deepcopy__", lambda *_: pytest.fail("copied as it is"))
+    copied = in_precision(model, torch.float64)
+    assert copied[0].bias is copied[1].bias
+    assert type(copied[0].bias) is nn.Parameter
+    assert [p.requires_grad for p in copied.parameters()] == [False, True, True]
+    for name, tensor in copied.state_dict().items():
+        own = model.state_dict()[name]
+        assert tensor.dtype is (torch.float64 if own.is_floating_point() else own.dtype), name
+        assert tensor.data_ptr() != own.data_ptr(), name
+        assert torch.equal(tensor, own.to(tensor.dtype)), name

@@ -3,6 +3,6 @@
 from regraft.optimize.optimize import optimize
 from regraft.optimize.result import Optimized
 from regraft.optimize.saving import load
-from regraft.optimize.steps import StepResult
+from regraft.optimize.step_result import StepResult
 
 __all__ = ["Optimized", "StepResult", "load", "optimize"]

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from regraft.core.history import history, undo
 from regraft.dropin import Entry, grafts_of
 from regraft.optimize import saving
-from regraft.optimize.steps import StepResult
+from regraft.optimize.step_result import StepResult
 from regraft.verify import Comparison, Verification
 
 

@@ -6,54 +6,34 @@ import contextlib
 import copy
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
 from regraft.core.history import history, undo
 from regraft.core.journal import Step
-from regraft.core.report import Report
 from regraft.core.transformation import Transformation
+from regraft.optimize.presets import PACKING
+from regraft.optimize.step_result import StepResult, result_of, why_nothing
 from regraft.optimize.subjects import Graph
 from regraft.verify import Comparison, Verification, compare_speed
+from regraft.verify.measure import MIN_PAIRS
 
 logger = logging.getLogger("regraft")
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """What one transformation did to one graph, and whether that stayed.
+class _Packing:
+    """What packs, measured alone: what it gains, the graph as it was captured, packed, and what the history says."""
 
-    Args:
-        graph: Which graph: `"forward"`, or `"prefill"` and `"decode"` for what a decoder's `generate` calls.
-        transformation: The transformation, by name and arguments.
-        kept: Whether what it did stands in the graph.
-        reason: Why it was kept or taken back, as a sentence.
-        applied: How many sites it rewrote.
-        refused: How many sites it refused.
-        preserves: Whether it claims to compute the same.
-        comparison: The graph with it against the graph without; None where that was not measured.
-        records: What the history says of it, sites and refusals included; also of what was taken back.
-    """
-
-    graph: str
-    transformation: str
-    kept: bool
-    reason: str
-    applied: int
-    refused: int
-    preserves: bool
-    comparison: Comparison | None
+    transformation: Transformation
+    comparison: Comparison
+    gm: GraphModule
     records: tuple[Step, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything but the graph's own records, as plain data; sites and refusals as sentences."""
-        plain = {key: value for key, value in vars(self).items() if key not in ("comparison", "records")}
-        names = ("transformation", "outcome", "site", "sentence")
-        sites = [dict(zip(names, row, strict=True)) for row in Report(self.transformation, self.records).rows()]
-        return {**plain, "comparison": self.comparison and self.comparison.to_dict(), "sites": sites}
 
 
 class Stepper:
@@ -73,8 +53,9 @@ class Stepper:
         self._captured = copy.copy(graph.gm)
         self._taken: list[Transformation] = []
         self._undecided: list[int] = []
-        self._packing: tuple[Transformation, Comparison] | None = None  # what packs, and what it gains
+        self._packing: _Packing | None = None  # what packs, where it pays
         self._packed: GraphModule | None = None  # the graph as it stands, packed
+        self._together: bool | None = None  # whether steps wait for one measurement of all of them
 
     def anticipate(self, packing: Transformation) -> None:
         """Measure what packs first, and if it pays, the other steps between packed layers: so they will run in the end.
@@ -90,38 +71,44 @@ class Stepper:
             packed, records = _applied(packing, copy.copy(self.graph.gm))
             found = self._compared(self.graph.gm, packed) if any(step.applied for step in records) else None
             if found is not None and found.faster:
-                self._packing, self._packed = (packing, found), packed
+                self._packing, self._packed = _Packing(packing, found, packed, records), packed
         except Exception as error:  # whatever a graph raises that was rewritten wrongly; `take` says so
             logger.info("%s is not measured packed: %s", self.graph.name, error)
 
     def take(self, transformation: Transformation) -> None:
         """Apply one transformation, and take it back where it is slower or fails.
 
-        One that makes no difference that can be shown stays until `settle`, since a later one may stand on it.
+        One that makes no difference that can be shown stays until `settle`, since a later one may stand on it. So does,
+        unmeasured, one that preserves the computation, where to measure each alone would take longer than was asked.
 
         Args:
             transformation: The transformation.
         """
         before = copy.copy(self.graph.gm)
         made, records = _applied(transformation, self.graph.gm)
-        result = _result(self.graph.name, transformation, records)
+        result = result_of(self.graph.name, transformation, records)
         self._taken.append(transformation)
         if not result.applied and made is self.graph.gm:
-            self.results.append(replace(result, reason=_why_nothing(records)))
+            self.results.append(replace(result, reason=why_nothing(records)))
             return
         if not self._measured:
             self.graph.gm = made
             self.results.append(replace(result, kept=True, reason='kept unmeasured, as keep="all" asks'))
             return
+        if self._waits(transformation, before):
+            self._undecided.append(len(self.results))
+            self.graph.gm, self._packed = made, None
+            self.results.append(replace(result, kept=True))
+            return
         packed = None
         try:
             if self._packing is None:
                 comparison = self._compared(before, made)
-            elif transformation is self._packing[0]:
-                comparison, self._packing = self._packing[1], None
+            elif transformation is self._packing.transformation:
+                comparison = self._packing.comparison
             else:
-                packed, _ = _applied(self._packing[0], copy.copy(made))
-                comparison = self._compared(self._packed or before, packed)
+                packed = self._repacked(made)
+                comparison = self._compared(self._packed or self._repacked(before), packed)
         except Exception as error:  # whatever a graph raises that was rewritten wrongly
             self._restore(made, records)
             failure = f"taken back, it raised {type(error).__name__}: {error}".splitlines()[0]
@@ -137,19 +124,42 @@ class Stepper:
         self.graph.gm, self._packed = made, packed
         self.results.append(replace(result, kept=True, reason=comparison.reason))
 
+    def _waits(self, transformation: Transformation, before: GraphModule) -> bool:
+        """Whether a step is measured with others alone: not one that costs accuracy or memory for what it gains."""
+        if not transformation.preserves_computation or type(transformation).__name__ in PACKING or self.graph.large:
+            return False
+        if self._together is None:
+            call = self.graph.runner((self._packed or before).forward)
+            self._together = 2 * MIN_PAIRS * min(_seconds(call), _seconds(call)) > self._seconds
+        return self._together
+
+    def _repacked(self, gm: GraphModule) -> GraphModule:
+        assert self._packing is not None
+        return _applied(self._packing.transformation, copy.copy(gm))[0]
+
     def settle(self) -> None:
         """Judge together, with all other steps there, those that alone made no difference that could be shown.
 
-        Where the graph is no faster with them than without, they are taken back.
+        Where the graph is no faster with them than without, they are taken back. Where those that were not measured
+        alone make it slower, or fail, it is found out which.
         """
         undecided, self._undecided = self._undecided, []
-        if not undecided:
-            return
+        if undecided:
+            self._judge(undecided)
+        self._packing = self._packed = None  # packed weights take as much room as the model's
+
+    def _judge(self, undecided: Sequence[int]) -> None:
+        alone = all(self.results[index].comparison is not None for index in undecided)
         try:
             left_out, records = self._without(undecided)
             comparison = self._compared(left_out, self.graph.gm)
         except Exception as error:  # the others alone were never run together
-            logger.info("%s does not run without what is undecided: %s", self.graph.name, error)
+            logger.info("%s does not run with and without what is undecided: %s", self.graph.name, error)
+            if not alone:
+                self._take_each_alone()
+            return
+        if comparison.slower and not alone and len(undecided) > 1:
+            self._take_each_alone()
             return
         needed, names = comparison.faster, [type(self._taken[index]).__name__.lstrip("_") for index in undecided]
         for index in undecided:
@@ -162,17 +172,27 @@ class Stepper:
                 self.graph.whole = self.graph.gm
             self.graph.gm = left_out
             for index, made in records.items():
-                counted = _result(self.graph.name, self._taken[index], made)
+                counted = result_of(self.graph.name, self._taken[index], made)
                 self.results[index] = replace(
                     self.results[index], applied=counted.applied, refused=counted.refused, records=counted.records
                 )
 
+    def _take_each_alone(self) -> None:
+        """Begin again with the graph as it was captured, and measure each step."""
+        taken, self._taken, self.results = self._taken, [], []
+        self.graph.gm, self._packed, self._together = copy.copy(self._captured), None, False
+        for transformation in taken:
+            self.take(transformation)
+        self.settle()
+
     def _without(self, indices: Sequence[int]) -> tuple[GraphModule, dict[int, tuple[Step, ...]]]:
         """The graph made anew without some of the steps that stand, and what its history says of the others."""
+        others = [index for index, result in enumerate(self.results) if result.kept and index not in indices]
+        if self._packing is not None and [self._taken[index] for index in others] == [self._packing.transformation]:
+            return self._packing.gm, {others[0]: self._packing.records}  # whose weights are packed already
         gm, records = copy.copy(self._captured), {}
-        for index, result in enumerate(self.results):
-            if result.kept and index not in indices:
-                gm, records[index] = _applied(self._taken[index], gm)
+        for index in others:
+            gm, records[index] = _applied(self._taken[index], gm)
         return gm, records
 
     def _compared(self, before: GraphModule, made: GraphModule) -> Comparison:
@@ -194,11 +214,9 @@ class Stepper:
         if not other.kept:
             return
         self.graph.gm, records = _applied(transformation, self.graph.gm)
-        result = _result(self.graph.name, transformation, records)
+        result = result_of(self.graph.name, transformation, records)
         kept = bool(result.applied)
-        self.results.append(
-            replace(result, kept=kept, reason=f"as in {other.graph}" if kept else _why_nothing(records))
-        )
+        self.results.append(replace(result, kept=kept, reason=f"as in {other.graph}" if kept else why_nothing(records)))
 
     def take_back(self, index: int, reason: str) -> None:
         """Undo what one of the results stands for.
@@ -239,6 +257,13 @@ def _without_remarks() -> Iterator[None]:
         logger.removeFilter(remark)
 
 
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    with torch.no_grad():
+        call()
+    return time.perf_counter() - start
+
+
 def clock(seconds: float, pause: float = 0.0) -> dict[str, Any]:
     """The settings of `compare_speed` for a measurement that is to take about so long.
 
@@ -248,29 +273,6 @@ def clock(seconds: float, pause: float = 0.0) -> dict[str, Any]:
     """
     warmup, block = min(0.2, seconds / 5), min(max(0.01, pause), seconds / 20)  # a wait is not to outweigh the work
     return {"min_seconds": seconds, "warmup_seconds": warmup, "block_seconds": block, "pause_seconds": pause}
-
-
-def _result(name: str, transformation: Transformation, records: Sequence[Step]) -> StepResult:
-    arguments = records[0].arguments if len(records) == 1 else ""
-    return StepResult(
-        graph=name,
-        transformation=f"{type(transformation).__name__.lstrip('_')}({arguments})",
-        kept=False,
-        reason="",
-        applied=sum(len(step.applied) for step in records),
-        refused=sum(len(step.refused) for step in records),
-        preserves=transformation.preserves_computation,
-        comparison=None,
-        records=tuple(records),
-    )
-
-
-def _why_nothing(records: Sequence[Step]) -> str:
-    refusals = [refusal for step in records for refusal in step.refused]
-    if not refusals:
-        return "nothing to do: no candidate site"
-    more = f" (and {len(refusals) - 1} more)" if len(refusals) > 1 else ""
-    return f"nothing done, {refusals[0].where} was refused: {refusals[0].reason}{more}"
 
 
 def worst_sentence(found: Verification) -> str:

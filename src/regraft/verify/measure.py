@@ -20,9 +20,11 @@ from typing import Any
 import torch
 
 # Twelve, because the interval may then leave out two at either end, where with ten it is one. Eight where all of those
-# fall on one side of 1: of two equal programs that happens in 0.8 % of all cases, and both looks err in under 5 %.
+# fall on one side of 1: of two equal programs that happens in 0.8 % of all cases, and both looks err in under 5 %. Six
+# where all are off 1 by more than a tenth, too, which of equal programs is rarer still.
 # Fewer where more than two fall on either side: whatever the others would be, 1 is in the interval of twelve.
-_MIN_PAIRS, _FEW_PAIRS, _LEFT_OUT = 12, 8, 2
+MIN_PAIRS, _FEW_PAIRS, _CLEAR_PAIRS, _LEFT_OUT = 12, 8, 6, 2
+_CLEAR = 1.1
 # On a busy machine: go on for so many times as long while the interval is wider than this part of the ratio.
 _PATIENCE, _WIDE = 2, 0.1
 
@@ -114,8 +116,8 @@ def compare_speed(
         baseline: Called without arguments.
         candidate: Likewise.
         min_seconds: Measure for at least this long in all, unless `max_pairs` are reached; at least 12 pairs, or 8 that
-            agree, or as many as show that 12 would tell no difference. On a busy machine, where the interval is wider
-            than a tenth of the ratio, for up to twice as long.
+            agree, or 6 of which each differs by a tenth, or as many as show that 12 would tell no difference. On a busy
+            machine, where the interval is wider than a tenth of the ratio, for up to twice as long.
         warmup_seconds: Run each for at least this long first, and at least twice (compilers, caches, clocks).
         block_seconds: A block repeats its call until it takes about this long, so that the timer's grain and the
             call's own noise average out.
@@ -193,11 +195,15 @@ def _measure(
 
 
 def _goes_on(times: list[tuple[float, float]], spent: float, min_seconds: float) -> bool:
-    if len(times) < _MIN_PAIRS:
+    if len(times) < MIN_PAIRS:
         ahead = sum(ours < theirs for theirs, ours in times)
         behind = len(times) - ahead
         agree = len(times) == _FEW_PAIRS and _FEW_PAIRS in (ahead, behind)
-        return spent < min_seconds or not (agree or min(ahead, behind) > _LEFT_OUT)
+        clear = len(times) == _CLEAR_PAIRS and _CLEAR_PAIRS in (
+            sum(theirs > _CLEAR * ours for theirs, ours in times),
+            sum(ours > _CLEAR * theirs for theirs, ours in times),
+        )
+        return spent < min_seconds or not (clear or agree or min(ahead, behind) > _LEFT_OUT)
     if not min_seconds <= spent < _PATIENCE * min_seconds:
         return spent < min_seconds
     # Asks for the width alone: to go on until the interval excludes 1 would find differences where there are none.
@@ -207,8 +213,8 @@ def _goes_on(times: list[tuple[float, float]], spent: float, min_seconds: float)
 
 
 def _warm(program: Callable[[], object], seconds: float, timer: Callable[[], float]) -> float:
-    program()
     start, fastest = timer(), math.inf
+    program()
     while fastest == math.inf or timer() - start < seconds:
         before = timer()
         program()

@@ -8,10 +8,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -132,8 +133,16 @@ def in_precision(model: Callable[..., Any], dtype: torch.dtype) -> Callable[...,
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper: compiled code is for its own dtype
     if not isinstance(model, nn.Module):
         return model
-    converted: nn.Module = copy.deepcopy(model)._apply(lambda t: t.to(target(t.dtype, dtype)))
+    weights = chain(model.parameters(), model.buffers())
+    memo = {id(tensor): _weight(tensor, dtype) for tensor in weights if type(tensor) in (Tensor, nn.Parameter)}
+    converted: nn.Module = copy.deepcopy(model, memo)._apply(lambda t: t.to(target(t.dtype, dtype)))
     return converted
+
+
+def _weight(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy in another precision; deepcopy by itself would copy the weight as it is first."""
+    copied = tensor.detach().to(target(tensor.dtype, dtype), copy=True)
+    return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
 
 
 def inputs_in_precision(inputs: Any, dtype: torch.dtype | None) -> Any:
