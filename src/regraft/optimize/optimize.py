@@ -36,8 +36,9 @@ def optimize(
 
     Each transformation is applied and timed against the graph without it, in alternating pairs. One whose 95 % interval
     lies wholly above 1 is taken back at once; those whose interval contains 1 are left out once more, together, when
-    all others are there, and taken back unless that is slower. A model whose graph ends up no faster than the model
-    itself is left as it is. The caller's model is never changed; the result shares its weights.
+    all others are there, and taken back unless that is slower. Where calls are slow, all that preserve the computation
+    are timed together from the first, and one by one only if that makes the model slower. A model whose graph ends up
+    no faster than the model itself is left as it is. The caller's model is never changed; the result shares its weights.
 
     Args:
         model: A module, a graph module or an `ExportedProgram`.
@@ -53,7 +54,7 @@ def optimize(
             oneDNN Graph for calls of the example's sizes; `"eager"`, its Python code and nothing else; `"onednn"`,
             `"inductor"`, `"onnxruntime"`, `"openvino"`; or `"auto"`, which measures those that are installed and keeps
             the fastest one that is right. Calls that an engine does not cover run the graph itself.
-        seconds: How long to measure each step.
+        seconds: How long to measure each step. Where twelve pairs of calls take longer, steps are measured together.
         frozen: Your promise that neither the result nor `model` is changed from now on. By default each call looks
             whether a weight was written to, a layer replaced, an attribute set or a hook registered, and the original
             runs then; that costs a microsecond or two for each layer and weight. With the promise only `train()`,
