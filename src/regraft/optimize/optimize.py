@@ -38,7 +38,8 @@ def optimize(
     lies wholly above 1 is taken back at once; those whose interval contains 1 are left out once more, together, when
     all others are there, and taken back unless that is slower. Where calls are slow, all that preserve the computation
     are timed together from the first, and one by one only if that makes the model slower. A model whose graph ends up
-    no faster than the model itself is left as it is. The caller's model is never changed; the result shares its weights.
+    no faster than the model itself is left as it is. The caller's model is never changed; the result shares its
+    weights.
 
     Args:
         model: A module, a graph module or an `ExportedProgram`.
