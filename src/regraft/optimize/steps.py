@@ -21,7 +21,7 @@ from regraft.optimize.presets import PACKING
 from regraft.optimize.step_result import StepResult, result_of, why_nothing
 from regraft.optimize.subjects import Graph
 from regraft.verify import Comparison, Verification, compare_speed
-from regraft.verify.measure import MIN_PAIRS
+from regraft.verify.measure import MIN_PAIRS, synchronize
 
 logger = logging.getLogger("regraft")
 
@@ -261,6 +261,7 @@ def _seconds(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     with torch.no_grad():
         call()
+    synchronize()
     return time.perf_counter() - start
 
 

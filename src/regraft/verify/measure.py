@@ -218,7 +218,7 @@ def _warm(program: Callable[[], object], seconds: float, timer: Callable[[], flo
     while fastest == math.inf or timer() - start < seconds:
         before = timer()
         program()
-        _synchronize()
+        synchronize()
         fastest = min(fastest, timer() - before)
         if fastest <= 0:  # finer than the timer
             return 0.0
@@ -229,16 +229,16 @@ def _block(program: Callable[[], object], calls: int, pause: float, timer: Calla
     if pause:
         time.sleep(pause)
         program()
-    _synchronize()
+    synchronize()
     start = timer()
     for _ in range(calls):
         program()
-    _synchronize()
+    synchronize()
     return max(timer() - start, 1e-12)
 
 
-def _synchronize() -> None:
-    # Kernels run on after the call that started them has returned.
+def synchronize() -> None:
+    """Wait for what a call has started: on an accelerator kernels run on after it has returned."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     elif torch.backends.mps.is_available():
