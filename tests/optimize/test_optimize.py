@@ -35,7 +35,7 @@ def times(monkeypatch, *found: Comparison, call: float = 0.0) -> None:
     """Let the measurements come out like this, one after the other, a call take so long, and no engine be faster."""
     left = iter(found)
     monkeypatch.setattr(choosing, "compare_speed", lambda *programs, **clock: SAME)
-    monkeypatch.setattr(steps, "_seconds", lambda run: call)
+    monkeypatch.setattr(steps, "_time_of", lambda run: call)
     for module in (steps, sys.modules["regraft.optimize.work"]):
         monkeypatch.setattr(module, "compare_speed", lambda *programs, **clock: next(left))
 

@@ -350,10 +350,16 @@ def test_the_ranking_follows_the_clock_and_saves_memory_where_the_times_are_clos
         monkeypatch.setattr(packed_linear, "_RANKED", {})
         monkeypatch.setattr(packed_linear, "seconds", lambda _, left=left: left.pop(0))
         assert packed_linear.ranked(x, weight, None, 4, NONE) == expected
-    ticks = iter([0.0, 5.0, 10.0, 12.0, 20.0, 23.0, 30.0, 39.0])
     monkeypatch.undo()
+
+
+@pytest.mark.parametrize(
+    ("times", "shortest"), [((5, 3, 4, 2, 1), 2), ((9, 8, 4, 2), 4), ((70, 60, 50), 60), ((15, 30, 1), 15)]
+)
+def test_what_takes_long_is_timed_less_often(times, shortest, monkeypatch):
+    ticks = iter([tick for time in times for tick in (0.0, time / 1000)])
     monkeypatch.setattr(packed_linear.time, "perf_counter", lambda: next(ticks))
-    assert packed_linear.seconds(lambda: None) == 2.0
+    assert packed_linear.seconds(lambda: None) == shortest / 1000
 
 
 def test_moving_and_copying():

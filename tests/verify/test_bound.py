@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from regraft.verify.compare import Rule, direct_bound, floor_of, measure
+from regraft.verify import parts
+from regraft.verify.compare import Rule, direct_bound, floor_of
+from regraft.verify.errors import measure
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -174,6 +179,65 @@ def test_special_values_have_their_places(reference: float, candidate: float) ->
     same = measure(ours, ours.clone(), ours.double(), None, Rule())
     assert same.problem is None
     assert same.within
+
+
+PLACES = [0, 36, 37, 38, 400, 999]  # around the ends of parts of 37
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_output_taken_in_parts_gives_the_numbers_of_the_whole(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(place)
+    exact = torch.randn(10, 100, dtype=torch.float64)
+    reference, moved = exact.float(), exact * (1 + 1e-3 * torch.randn(10, 100))
+    candidate = reference + 1e-6 * torch.randn(10, 100)
+    reference.view(-1)[[3, 990]] = torch.tensor([7.0, 9.0])  # two jumps, and an element that float64 does not know
+    exact.view(-1)[500] = math.inf
+    candidate.view(-1)[place] += 0.1
+    elsewhere = reference.clone()
+    elsewhere.view(-1)[place] = 50
+    calls: list[tuple[Any, ...]] = [
+        (reference, candidate, exact, None, Rule(), moved),
+        (reference, candidate, None, None, Rule()),
+        (reference, candidate, exact, None, Rule(rtol=1e-2)),
+        (torch.complex(reference, reference), torch.complex(reference, candidate), None, None, Rule()),
+        (reference, elsewhere, None, None, Rule(atol=1e-2)),
+    ]
+    whole = [vars(measure(*call)) for call in calls]
+    assert whole[0]["jumps"] == 2
+    assert whole[-1]["where"] == (place // 100, place % 100)
+    monkeypatch.setattr(parts, "_PART", 37)
+    for call, expected in zip(calls, whole):
+        found = vars(measure(*call))
+        for name in ("where", "problem"):
+            assert found.pop(name) == expected.pop(name)
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_of_a_large_output_a_sample_tells_what_is_typical(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    exact = torch.randn(20_000, dtype=torch.float64)
+    reference = exact.float()
+    candidate = reference + 1e-6
+    whole = measure(reference, candidate, exact, None, Rule())
+    monkeypatch.setattr(parts, "_PART", 1000)
+    monkeypatch.setattr(parts, "_SAMPLE", 2000)
+    sizes: list[int] = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = func(*args, **(kwargs or {}))
+            new = [t for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor) and t.dtype == torch.float64]
+            sizes.extend(t.untyped_storage().nbytes() // 8 for t in new if t.data_ptr() not in given)
+            return made
+
+    given = range(exact.data_ptr(), exact.data_ptr() + 8 * exact.numel())
+    with Sizes():
+        sampled = measure(reference, candidate, exact, None, Rule())
+    assert sampled.candidate_error == pytest.approx(whole.candidate_error, rel=0.1)
+    assert max(sizes) <= 2000  # the float64 numbers of 20,000 elements never exist at once
+    sparse = torch.zeros(20_000, dtype=torch.float64)
+    sparse[12_345] = 1e-3
+    assert not measure(sparse.float(), sparse.float() * 1.01, sparse, None, Rule()).within
 
 
 def test_complex_numbers_by_part() -> None:

@@ -130,7 +130,7 @@ class Stepper:
             return False
         if self._together is None:
             call = self.graph.runner((self._packed or before).forward)
-            self._together = 2 * MIN_PAIRS * min(_seconds(call), _seconds(call)) > self._seconds
+            self._together = 2 * MIN_PAIRS * min(_time_of(call), _time_of(call)) > self._seconds
         return self._together
 
     def _repacked(self, gm: GraphModule) -> GraphModule:
@@ -257,7 +257,7 @@ def _without_remarks() -> Iterator[None]:
         logger.removeFilter(remark)
 
 
-def _seconds(call: Callable[[], object]) -> float:
+def _time_of(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     with torch.no_grad():
         call()

@@ -21,8 +21,8 @@ from regraft.transformations._packed import SIZES, Packed
 PLAIN, ONEDNN, MKL = "plain", "onednn", "mkl"
 PREFERENCE = {PLAIN: 0.95, ONEDNN: 1.0, MKL: 1.05}
 """The times are multiplied by this: a plain product needs no copy of the weight, oneDNN's one, MKL's one per size."""
-ROUNDS = 4
-"""How often each way is timed; its shortest time counts, since what disturbs only ever adds to it."""
+ROUNDS, FEW_ROUNDS, LONG = 4, 2, 0.02
+"""How often each way is timed, and how often where that takes so many seconds; its shortest time counts."""
 PACKS = 2
 """So many copies of a weight are kept that are packed by MKL, each for one number of rows."""
 
@@ -88,8 +88,8 @@ def ranked(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, activation
 
 def seconds(call: Callable[[], Any]) -> float:
     """The shortest time of a call, in seconds."""
-    times = []
-    for _ in range(ROUNDS):
+    times: list[float] = []
+    while len(times) < (ROUNDS if sum(times) < LONG else FEW_ROUNDS):
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)

@@ -6,7 +6,8 @@ import math
 
 import torch
 
-from regraft.verify.compare import Measured, Rule, measure
+from regraft.verify.compare import Measured, Rule
+from regraft.verify.errors import measure
 from regraft.verify.oracle import Truth
 from regraft.verify.result import Leaf
 from regraft.verify.run import Run
