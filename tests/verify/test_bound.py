@@ -87,6 +87,43 @@ def test_a_branch_that_a_rounding_of_the_weights_decides_excuses_nothing() -> No
     assert found.weights_error == 0
 
 
+@pytest.mark.parametrize(("gap", "large", "error"), [(10.0, False, 0.01), (0.6, True, 0.6)])
+def test_a_branch_is_one_by_either_scale(gap: float, large: bool, error: float) -> None:
+    """The element's own, and what is typical of the output: by one alone it is a rounding."""
+    exact = torch.ones(256, dtype=torch.float64)
+    exact[80 if large else 255 :] = 1000
+    moved = exact + (5 if large else 0) * (exact == 1000)
+    moved[0 if large else 255] += gap
+    reference = exact.bfloat16()  # which is exact
+    found = measure(reference, reference, exact, None, Rule(compute=torch.bfloat16), moved)
+    assert found.weights_error == pytest.approx(error, rel=1e-6)
+
+
+def test_a_spread_without_end_excuses_nothing() -> None:
+    reference = torch.ones(64, dtype=torch.float64)
+    spread = torch.full((64,), 1e-16, dtype=torch.float64)
+    spread[3] = math.inf
+    candidate = reference.clone()
+    candidate[9] += 1e-3
+    assert measure(reference, reference, reference, spread, Rule(compute=torch.float64)).within
+    assert not measure(reference, candidate, reference, spread, Rule(compute=torch.float64)).within
+
+
+def test_where_float64_cannot_judge_the_fixed_bound_holds() -> None:
+    exact = torch.ones(64, dtype=torch.float64)
+    reference, candidate = exact.float(), exact.float()
+    exact[5] = math.inf
+    candidate[5] += 0.5 * direct_bound(torch.float32)
+    assert measure(reference, candidate, exact, None, Rule()).problem is None
+    candidate[5] += 0.6 * direct_bound(torch.float32)
+    assert measure(reference, candidate, exact, None, Rule()).problem is not None
+
+
+def test_the_cosine_of_numbers_whose_squares_overflow() -> None:
+    huge = torch.full((4,), 1e200, dtype=torch.float64)
+    assert measure(huge, huge, None, None, Rule(compute=torch.float64)).cosine == pytest.approx(1)
+
+
 def test_a_factor_of_the_callers_own() -> None:
     exact = torch.ones(64, dtype=torch.float64)
     reference, candidate = exact + 1e-4, exact + 4e-4
@@ -163,6 +200,7 @@ def test_tolerances_replace_the_bound(rtol: float | None, atol: float | None, sh
     found = measure(reference, candidate, reference.double(), None, Rule(rtol=rtol, atol=atol))
     assert (found.problem is None and found.within) is passes
     assert found.where == (4,)
+    assert passes or f"is off by {float(candidate[4]) - 2:.3g}," in str(found.problem)
 
 
 @pytest.mark.parametrize(
@@ -179,6 +217,7 @@ def test_special_values_have_their_places(reference: float, candidate: float) ->
     same = measure(ours, ours.clone(), ours.double(), None, Rule())
     assert same.problem is None
     assert same.within
+    assert (same.max_abs, same.max_rel) == (0, 0)
 
 
 PLACES = [0, 36, 37, 38, 400, 999]  # around the ends of parts of 37
@@ -200,6 +239,8 @@ def test_an_output_taken_in_parts_gives_the_numbers_of_the_whole(place: int, mon
         (reference, candidate, None, None, Rule()),
         (reference, candidate, exact, None, Rule(rtol=1e-2)),
         (torch.complex(reference, reference), torch.complex(reference, candidate), None, None, Rule()),
+        (reference, elsewhere * math.nan, None, None, Rule()),
+        (reference, torch.where(elsewhere == 50, math.inf, reference), None, None, Rule()),
         (reference, elsewhere, None, None, Rule(atol=1e-2)),
     ]
     whole = [vars(measure(*call)) for call in calls]
@@ -210,14 +251,23 @@ def test_an_output_taken_in_parts_gives_the_numbers_of_the_whole(place: int, mon
         found = vars(measure(*call))
         for name in ("where", "problem"):
             assert found.pop(name) == expected.pop(name)
-        assert found == pytest.approx(expected, rel=1e-12)
+        assert found == pytest.approx(expected, rel=1e-12, nan_ok=True)
+
+
+def test_not_a_number_is_the_most_there_is() -> None:
+    """Whatever comes after it: an error that cannot be computed is within no bound."""
+    most = parts.Most()
+    for values in ([1.0, 2.0], [math.nan, 1.0], [3.0, 4.0]):
+        tensors = [torch.tensor(values), torch.tensor(values), None, None, None]
+        most.see(torch.tensor(values), parts.Part(10 * int(values[-1]), tensors, 1.0))
+    assert math.isnan(most.value)
+    assert most.place == 10
 
 
 def test_of_a_large_output_a_sample_tells_what_is_typical(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    exact = torch.randn(20_000, dtype=torch.float64)
+    exact = 1 + torch.arange(20_000, dtype=torch.float64) % 1000 / 10  # of whose parts none begins as it ends
     reference = exact.float()
-    candidate = reference + 1e-6
+    candidate = reference + 1e-3
     whole = measure(reference, candidate, exact, None, Rule())
     monkeypatch.setattr(parts, "_PART", 1000)
     monkeypatch.setattr(parts, "_SAMPLE", 2000)
@@ -237,7 +287,11 @@ def test_of_a_large_output_a_sample_tells_what_is_typical(monkeypatch: pytest.Mo
     assert max(sizes) <= 2000  # the float64 numbers of 20,000 elements never exist at once
     sparse = torch.zeros(20_000, dtype=torch.float64)
     sparse[12_345] = 1e-3
-    assert not measure(sparse.float(), sparse.float() * 1.01, sparse, None, Rule()).within
+    assert not measure(sparse.float(), sparse.float() * 1.0005, sparse, None, Rule()).within
+    numbers = torch.ones(1000)
+    assert (
+        parts.Output([torch.ones(20_000), None, None, None, None], 1.0).sample(numbers).untyped_storage().nbytes() < 400
+    )
 
 
 def test_complex_numbers_by_part() -> None:
@@ -249,6 +303,7 @@ def test_complex_numbers_by_part() -> None:
     found = measure(reference, candidate, exact, None, Rule())
     assert not found.within
     assert found.where == (3, 4)
+    assert measure(reference, candidate.conj(), exact, None, Rule()).max_abs > 1
 
 
 def test_nothing_and_zero() -> None:

@@ -50,10 +50,8 @@ def measure(
     for part in output:
         wrong = _special(part)
         if wrong is not None:
-            at, problem = wrong
-            return Measured(
-                math.nan, math.nan, math.nan, candidate_error=math.inf, where=output.at(at), problem=problem
-            )
+            nan, (place, problem) = math.nan, wrong
+            return Measured(nan, nan, nan, candidate_error=math.inf, where=output.at(place), problem=problem)
     typical = _typical(output)
     numbers = _between(output, typical)
     if rule.tolerant:
@@ -101,20 +99,14 @@ def _typical(output: Output) -> float:
 def _between(output: Output, typical: float) -> Measured:
     """How far the candidate is from the reference."""
     away, direct = Most(), Most()
-    top = max(
-        float(torch.where(part.finite, side.abs(), 0.0).max()) for part in output for side in (part.ref, part.can)
-    )
+    top = max(float(side.abs().max()) for part in output for side in part.numbers())
     dot = ours = theirs = 0.0
     for part in output:
         away.see(part.away, part)
         direct.see(part.direct(typical), part)
-        # over the largest, so that no square overflows
-        a, b = (torch.where(part.finite, side / (top or 1.0), 0.0) for side in (part.ref, part.can))
-        dot, ours, theirs = (
-            dot + float(a.dot(b)),
-            math.hypot(ours, float(a.norm())),
-            math.hypot(theirs, float(b.norm())),
-        )
+        a, b = (side / (top or 1.0) for side in part.numbers())  # so that no square overflows
+        dot += float(a.dot(b))
+        ours, theirs = math.hypot(ours, float(a.norm())), math.hypot(theirs, float(b.norm()))
     norm = ours * theirs
     cosine = 1.0 if top == 0 else dot / norm if norm else 0.0
     return Measured(away.value, direct.value, cosine)

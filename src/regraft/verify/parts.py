@@ -119,5 +119,5 @@ class Most:
     def see(self, values: Tensor, part: Part) -> None:
         """Look at a part's values."""
         most, place = values.max(0)
-        if float(most) > self.value:
+        if not (float(most) <= self.value or math.isnan(self.value)):  # NaN is the most there is
             self.value, self.place = float(most), part.start + int(place)
