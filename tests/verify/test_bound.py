@@ -99,10 +99,11 @@ def test_a_branch_is_one_by_either_scale(gap: float, large: bool, error: float) 
     assert found.weights_error == pytest.approx(error, rel=1e-6)
 
 
-def test_a_spread_without_end_excuses_nothing() -> None:
+@pytest.mark.parametrize("unknown", [math.inf, math.nan])
+def test_where_the_spread_says_nothing_nothing_is_excused_or_blamed(unknown: float) -> None:
     reference = torch.ones(64, dtype=torch.float64)
     spread = torch.full((64,), 1e-16, dtype=torch.float64)
-    spread[3] = math.inf
+    spread[3] = unknown
     candidate = reference.clone()
     candidate[9] += 1e-3
     assert measure(reference, reference, reference, spread, Rule(compute=torch.float64)).within

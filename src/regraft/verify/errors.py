@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -168,8 +167,8 @@ def _by_float64(output: Output, typical: float, numbers: Measured, dtype: torch.
         jumps=jumps,
     )
     if sided.value > max(result.allowed, direct_bound(dtype)):
-        unjudged_at: dict[str, Any] = {"where": output.at(sided.place), "candidate_error": sided.value}
-        return replace(result, problem="differs where float64 cannot judge", **unjudged_at)
+        where, problem = output.at(sided.place), "differs where float64 cannot judge"
+        return replace(result, candidate_error=sided.value, where=where, problem=problem)
     return result
 
 
