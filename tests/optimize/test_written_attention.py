@@ -193,10 +193,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [1, 2, 4])
 @torch.no_grad()
 def test_with_any_setting(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one part, and in several."""
+    """In one part, in one for each of the batch, and in several of each."""
     monkeypatch.setattr(written_attention, "_AT_ONCE", BATCH * HEADS * ROWS * KEYS // number)
     module = Attention(**SETTINGS[name])
     run, forms = written(module, inputs())
@@ -260,17 +260,37 @@ def test_what_stays_the_fused_call(name: str) -> None:
 
 @torch.no_grad()
 def test_large_calls_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    def attentions(rows: int, parts: int, **settings: Any) -> int:
-        monkeypatch.setattr(written_attention, "_AT_ONCE", math.ceil(2 * 3 * rows * 40 / parts))
+    def parts(rows: int, times: float, **settings: Any) -> int:
+        """How many there are of so many times what is computed at once."""
+        monkeypatch.setattr(written_attention, "_AT_ONCE", math.ceil(2 * 3 * rows * 40 / times))
         graph = symbolic_trace(Plain(**settings))
-        return len(Forms(graph, [heads(rows), heads(40), heads(40)]).known.attentions)
+        found = Forms(graph, [heads(rows), heads(40), heads(40)]).known.attentions.values()
+        return sum(len(attention.parts) for attention in found)
 
-    assert attentions(40, 16) == 1
-    assert attentions(40, 17) == 0
-    assert attentions(40, 4, is_causal=True) == 1  # a mask takes the memory of the scores
-    assert attentions(40, 5, is_causal=True) == 0
-    assert attentions(8, 4) == 1
-    assert attentions(7, 4) == 0  # parts of single rows
+    assert parts(64, 32) == 32
+    assert parts(64, 128) == 32  # larger ones
+    assert parts(64, 160) == 0
+    assert parts(40, 4, is_causal=True) == 4  # a mask takes the memory of the scores
+    assert parts(40, 4.1, is_causal=True) == 0
+    assert parts(4, 4) == 4
+    assert parts(3, 4) == 0  # parts of single rows
+    assert parts(3, 2) == 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "times", "of_batch", "of_rows"),
+    [(1, 8, 1, [1], [8]), (1, 9, 3, [1], [3, 3, 3]), (8, 9, 3, [2, 3, 3], [9]), (3, 8, 4, [1, 1, 1], [4, 4])],
+)
+def test_parts_are_of_the_batch_first(
+    batch: int, rows: int, times: int, of_batch: list[int], of_rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(written_attention, "_AT_ONCE", math.ceil(batch * 2 * rows * 5 / times))
+    call: Any = None
+    found = written_attention.WrittenAttention(call, (batch, 2, rows, 5), 4, 1.0, torch.float32).parts
+    sizes = [(first.stop - first.start, second.stop - second.start) for first, second in found]
+    assert sizes == [(first, second) for first in of_batch for second in of_rows]
+    cells = [(b, r) for first, second in found for b in range(batch)[first] for r in range(rows)[second]]
+    assert sorted(cells) == [(b, r) for b in range(batch) for r in range(rows)]
 
 
 @pytest.mark.parametrize("ratio", [0.9, 1.1])

@@ -23,8 +23,10 @@ from regraft.optimize.engines.onednn_layouts import anew
 
 _AT_ONCE = 1 << 22
 """So many scores at a time, 16 MB of them: more would leave the caches between one product and the next."""
-_PARTS = 16
-"""Into so many parts a call is taken apart at most, and into a quarter of them where a mask is as large as they are."""
+_PARTS = 32
+"""Into so many parts a call is taken apart at most; those of larger calls are larger."""
+_LARGEST = 4
+"""More than so many times `_AT_ONCE` scores take too much memory, in a part or, as a mask is whole, in all of them."""
 _SMALL = 64 * 64
 """So few scores has a head that takes less time together with all others."""
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -98,17 +100,23 @@ class WrittenAttention:
     @property
     def possible(self) -> bool:
         """Whether oneDNN Graph has a form for it, in as much memory as it may take."""
-        rows, keys, number = *self.sizes[2:], len(self.parts)
+        sizes, parts = self.sizes, self.parts
         # a product of a single row is none of matrices, at which oneDNN Graph has gone wrong before
-        fits = min(keys, self.width) > 1 and rows >= 2 * number
-        return fits and number <= (_PARTS if self.mask is None else _PARTS // 4)
+        fewest = min(rows.stop - rows.start for _, rows in parts)
+        if min(fewest, sizes[3], self.width) < 2:
+            return False
+        at_once = max((batch.stop - batch.start) * (rows.stop - rows.start) for batch, rows in parts)
+        held = (at_once if self.mask is None else sizes[0] * sizes[2]) * sizes[1] * sizes[3]
+        return held <= _LARGEST * _AT_ONCE
 
     @property
-    def parts(self) -> list[slice]:
-        """The rows that are computed together."""
-        rows, number = self.sizes[2], max(1, math.ceil(math.prod(self.sizes) / _AT_ONCE))
-        bounds = [rows * part // number for part in range(number + 1)]
-        return [slice(first, last) for first, last in pairwise(bounds)]
+    def parts(self) -> list[tuple[slice, slice]]:
+        """What is computed together, of the batch and of the rows: few rows make a product slower than few batches."""
+        batch, rows = self.sizes[0], self.sizes[2]
+        number = max(1, math.ceil(math.prod(self.sizes) / _AT_ONCE))
+        batches = max(1, min(number, batch, _PARTS))
+        of_rows = _slices(rows, min(math.ceil(number / batches), _PARTS // batches))
+        return [(first, second) for first in _slices(batch, batches) for second in of_rows]
 
     @property
     def small(self) -> bool:
@@ -132,7 +140,7 @@ class WrittenAttention:
         number = mask.float() if mask.is_floating_point() else torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
         lowest = torch.where(number == -math.inf, number, torch.finfo(self.dtype).min)  # what is finite stays so
         whole = number.maximum(lowest).expand(self.sizes)
-        added = tuple(whole[:, :, rows].clone(memory_format=torch.contiguous_format) for rows in self.parts)
+        added = tuple(whole[batch, :, rows].clone(memory_format=torch.contiguous_format) for batch, rows in self.parts)
         blind = (number == -math.inf).all(-1, keepdim=True).expand(*self.sizes[:3], self.width)
         return Mask(added, blind.clone(memory_format=torch.contiguous_format))
 
@@ -149,13 +157,22 @@ class WrittenAttention:
         if scale == 1:  # a product with 1 is left out, and what oneDNN Graph compiles as attention has a scale
             query, scale = query * 0.5, 2.0
         key, value = (t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], 1) for t in (key, value))
-        results: list[Tensor] = []
-        for part, rows in enumerate(self.parts):
-            scores = torch.matmul(query[:, :, rows], key.transpose(2, 3)) * scale
+        results: dict[int, list[Tensor]] = {}
+        for part, (batch, rows) in enumerate(self.parts):
+            scores = torch.matmul(query[batch, :, rows], key[batch].transpose(2, 3)) * scale
             scores = scores if mask is None else scores + mask.added[part]
             weights = anew(anew(scores).softmax(-1)) if self.small else scores.softmax(-1)
-            results.append(torch.matmul(weights, value))
-        result = results[0] if len(results) == 1 else torch.cat(results, 2)
+            results.setdefault(batch.start, []).append(torch.matmul(weights, value[batch]))
+        result = _joined([_joined(of_batch, 2) for of_batch in results.values()], 0)
         if mask is not None and mask.blind is not None:
             result = result.masked_fill(mask.blind, 0.0)
         return result.to(self.dtype).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _slices(length: int, number: int) -> list[slice]:
+    bounds = [length * part // number for part in range(number + 1)]
+    return [slice(first, last) for first, last in pairwise(bounds)]
+
+
+def _joined(tensors: list[Tensor], axis: int) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, axis)
