@@ -182,7 +182,7 @@ def test_a_block_between_pauses_is_as_long_as_a_pause() -> None:
 def test_auto_takes_the_fastest_that_is_right(monkeypatch) -> None:
     from regraft.verify import Comparison
 
-    ratios = {"onednn": 0.95, "inductor": 0.9, "onnxruntime": 0.5, "openvino": 1.5}
+    ratios = {"onednn": 0.99, "inductor": 0.9, "onnxruntime": 0.5, "openvino": 1.5}
     build = lambda flat: lambda inputs: flat.module(*inputs)
     monkeypatch.setattr(choosing, "missing_packages", lambda name: ())
     every_engine(monkeypatch, build)
@@ -239,6 +239,37 @@ def test_engines_that_may_be_equally_fast_are_timed_against_each_other(
     assert not left
     assert found.engine == taken
     assert {name: said.partition("; ")[2] for name, said in found.tried.items() if "; " in said} == second_looks
+
+
+@pytest.mark.parametrize(
+    ("ratio", "high", "taken", "said"),
+    [
+        (0.9, 0.95, True, "faster: 0.90x"),
+        (0.97, 1.02, True, "likely faster: 0.97x the time (95% 0.85–1.02, 10 pairs), an interval that contains 1"),
+        (0.985, 0.99, False, "an interval wholly below 1, but by less than the memory of its weights is worth"),
+        (0.985, 1.02, False, "no difference shown: 0.985x"),
+        (1.2, 1.3, False, "no difference shown: 1.20x"),
+    ],
+)
+def test_an_engine_is_taken_where_it_is_likely_faster(
+    monkeypatch, ratio: float, high: float, taken: bool, said: str
+) -> None:
+    from regraft.verify import Comparison
+
+    every_engine(monkeypatch, lambda flat: lambda inputs: flat.module(*inputs))
+    model, call, pairs = heads(), {"x": image()}, []
+    gm = rg.trace(model, (), call)
+    entry = Entry("forward", gm, call)
+
+    def compare(*programs, **clock) -> Comparison:
+        pairs.append(clock["min_pairs"])
+        return Comparison(1.0, ratio, ratio, 0.85, high, (ratio,) * 10, 1)
+
+    monkeypatch.setattr(choosing, "compare_speed", compare)
+    found = choosing.adopt_engine("torch", Graph("forward", gm, ((), call), model), entry, 0.01, True, {})
+    assert (found.engine, entry.engine is not None) == (("onednn", True) if taken else ("torch", False))
+    assert said in found.tried["onednn"]
+    assert pairs == [6]
 
 
 def test_an_engine_that_is_not_installed_says_how_to_get_it(monkeypatch) -> None:

@@ -196,9 +196,9 @@ def packed_layers(gm: torch.fx.GraphModule) -> int:
 def test_steps_are_measured_between_packed_layers_where_packing_pays(monkeypatch, packing: Comparison) -> None:
     compared_graphs, real = [], steps.Stepper._compared
 
-    def spied(self, before, made):
+    def spied(self, before, made, **limits):
         compared_graphs.append((packed_layers(before), packed_layers(made)))
-        return real(self, before, made)
+        return real(self, before, made, **limits)
 
     monkeypatch.setattr(steps.Stepper, "_compared", spied)
     times(monkeypatch, packing, FASTER, SLOWER, *([] if packing is FASTER else [FASTER]), FASTER)
@@ -257,6 +257,22 @@ def test_steps_of_a_slow_model_are_measured_together(monkeypatch, together: Comp
         assert equal(result.model(x=x), model(x=x))
 
 
+def test_what_is_undecided_in_a_slow_model_takes_six_pairs(monkeypatch) -> None:
+    for call, pairs in ((SLOW, [{"max_pairs": 6}]), (0.0, [{}, {}, {}])):
+        times(monkeypatch, *[SAME] * 3, FASTER, call=call)
+        compare, limits = steps.compare_speed, []
+        monkeypatch.setattr(
+            steps,
+            "compare_speed",
+            lambda *programs, compare=compare, limits=limits, **given: (
+                limits.append({name: given[name] for name in ("min_pairs", "max_pairs") if name in given})
+                or compare(*programs, **given)
+            ),
+        )
+        run(heads(), (image(),), transformations=[rg.FoldBatchNorm(), "MergeLinears"], **QUICK)
+        assert limits == pairs
+
+
 def test_steps_that_together_make_a_slow_model_slower_are_measured_alone(monkeypatch) -> None:
     times(monkeypatch, SLOWER, FASTER, SLOWER, FASTER, call=SLOW)
     model, x = heads(), image()
@@ -307,9 +323,9 @@ def test_a_model_is_slow_where_a_step_would_take_longer_than_was_asked(
 def test_what_costs_accuracy_or_memory_is_measured_alone_in_a_slow_model_too(monkeypatch, packing: Comparison) -> None:
     compared_graphs, real = [], steps.Stepper._compared
 
-    def spied(self, before, made):
+    def spied(self, before, made, **limits):
         compared_graphs.append([[step.transformation for step in rg.history(gm)] for gm in (before, made)])
-        return real(self, before, made)
+        return real(self, before, made, **limits)
 
     monkeypatch.setattr(steps.Stepper, "_compared", spied)
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.GELU()).eval()
@@ -331,11 +347,11 @@ def test_what_costs_accuracy_or_memory_is_measured_alone_in_a_slow_model_too(mon
 def test_steps_of_a_slow_model_are_measured_between_packed_layers(monkeypatch, together: Comparison) -> None:
     compared_graphs, counts, steppers, real = [], [], [], steps.Stepper._compared
 
-    def spied(self, before, made):
+    def spied(self, before, made, **limits):
         steppers.append(self)
         compared_graphs.append((before, made))
         counts.append((packed_layers(before), packed_layers(made)))
-        return real(self, before, made)
+        return real(self, before, made, **limits)
 
     monkeypatch.setattr(steps.Stepper, "_compared", spied)
     alone = [FASTER, SLOWER] if together is SLOWER else []

@@ -91,7 +91,7 @@ def test_a_pause_keeps_the_threads_of_one_program_out_of_the_time_of_the_other(m
 def test_pairs_and_repeats_are_bounded() -> None:
     clock = Clock()
     slow = compare(clock, clock.program("a", 10.0, 0.1), clock.program("b", 10.0, 0.1, 7))
-    assert slow.pairs == 6, "three on either side"
+    assert slow.pairs == 8, "three on either side"
     clock = Clock()
     assert compare(clock, clock.program("a", 10.0), clock.program("b", 9.5)).pairs == 8, "they agree"
     assert slow.calls == 1
@@ -114,7 +114,7 @@ def test_pairs_and_repeats_are_bounded() -> None:
     [("xoxoxo", 6), ("ooooxxx", 8), ("ooooooox", 12), ("xxooooooo", 12), ("xxooooooooox", 12), ("oxooxooooox", 12)],
 )
 def test_what_twelve_pairs_could_not_tell_is_not_measured_on(later: str, pairs: int) -> None:
-    clock, calls = Clock(), iter("oo" + later + 10 * "o")
+    clock, calls = Clock(), iter("o" + later + 10 * "o")
 
     def candidate() -> None:
         clock.now += {"o": 9.5, "x": 10.5}[next(calls)]
@@ -138,7 +138,7 @@ def test_what_twelve_pairs_could_not_tell_is_not_measured_on(later: str, pairs: 
     ],
 )
 def test_six_pairs_are_enough_where_each_of_them_is_a_tenth_off(seconds: list[float], pairs: int) -> None:
-    clock, times = Clock(), iter([1.0, 1.0, *seconds, *[seconds[0]] * 10])
+    clock, times = Clock(), iter([1.0, *seconds, *[seconds[0]] * 10])
 
     def candidate() -> None:
         clock.now += next(times)
@@ -150,7 +150,39 @@ def test_six_pairs_are_enough_where_each_of_them_is_a_tenth_off(seconds: list[fl
 def test_the_first_call_counts_as_warming_up(seconds: float, calls: int) -> None:
     clock = Clock()
     compare_speed(clock.program("a", 10.0), clock.program("b", 10.0), timer=clock, warmup_seconds=seconds, max_pairs=2)
-    assert clock.order.startswith("a" * calls + "b" * calls + "ab")
+    assert clock.order == "a" * calls + "b" * calls + "ba"
+
+
+@pytest.mark.parametrize(("pause", "order"), [(0.0, "aabbbba"), (0.03, "aabbbaabbbbaa")])
+def test_the_last_calls_of_warming_up_are_a_pair_where_a_block_is_one_call(
+    pause: float, order: str, monkeypatch
+) -> None:
+    """Not with a pause, which none was made before."""
+    clock = Clock()
+    monkeypatch.setattr(measure.time, "sleep", lambda seconds: None)
+    a, b = clock.program("a", 10.0), clock.program("b", 8.0)
+    found = compare_speed(a, b, timer=clock, warmup_seconds=20.0, max_pairs=2, pause_seconds=pause)
+    assert clock.order == order
+    assert found.pairs == 2
+    assert found.ratio == pytest.approx(0.8, rel=0.01)
+    short = Clock()
+    again = compare_speed(
+        short.program("a", 1e-3), short.program("b", 1e-3), timer=short, max_pairs=2, warmup_seconds=0
+    )
+    assert (again.calls, short.order) == (10, "aabb" + 10 * "a" + 20 * "b" + 10 * "a")
+
+
+def test_fewer_pairs_are_enough_for_who_asks_for_fewer() -> None:
+    for few, pairs in ((6, 6), (12, 12)):
+        clock, times = Clock(), iter([9.9, *[9.8, 9.9, 10.1, 9.9, 9.9, 9.9, 10.1] + [9.9] * 5])
+
+        def candidate(clock=clock, times=times) -> None:
+            clock.now += next(times)
+
+        found = compare(clock, clock.program("a", 10.0), candidate, min_pairs=few)
+        assert found.pairs == pairs
+    with pytest.raises(ValueError, match="min_pairs is 0"):
+        compare(clock, candidate, candidate, min_pairs=0)
 
 
 def test_the_same_times_give_the_same_answer() -> None:

@@ -51,7 +51,7 @@ def optimize(
             transformers model's config names them.
         verify: Compare the result with the model, and take back what is wrong.
         keep: `"measured"` keeps what pays on this machine, `"all"` keeps everything that is right.
-        engine: What runs the rewritten graph: `"torch"`, its Python code and, where that is measured to be faster,
+        engine: What runs the rewritten graph: `"torch"`, its Python code and, where that is likely faster as measured,
             oneDNN Graph for calls of the example's sizes; `"eager"`, its Python code and nothing else; `"onednn"`,
             `"inductor"`, `"onnxruntime"`, `"openvino"`; or `"auto"`, which measures those that are installed and keeps
             the fastest one that is right. Calls that an engine does not cover run the graph itself.

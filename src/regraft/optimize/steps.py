@@ -25,6 +25,9 @@ from regraft.verify.measure import MIN_PAIRS, synchronize
 
 logger = logging.getLogger("regraft")
 
+_FEW_PAIRS = 6
+"""So few pairs tell a difference where all of them agree."""
+
 
 @dataclass(frozen=True)
 class _Packing:
@@ -152,7 +155,8 @@ class Stepper:
         alone = all(self.results[index].comparison is not None for index in undecided)
         try:
             left_out, records = self._without(undecided)
-            comparison = self._compared(left_out, self.graph.gm)
+            few = {} if alone else {"max_pairs": _FEW_PAIRS}  # of a slow model, whose calls vary less
+            comparison = self._compared(left_out, self.graph.gm, **few)
         except Exception as error:  # the others alone were never run together
             logger.info("%s does not run with and without what is undecided: %s", self.graph.name, error)
             if not alone:
@@ -195,9 +199,9 @@ class Stepper:
             gm, records[index] = _applied(self._taken[index], gm)
         return gm, records
 
-    def _compared(self, before: GraphModule, made: GraphModule) -> Comparison:
-        graph = self.graph
-        return compare_speed(graph.runner(before.forward), graph.runner(made.forward), **clock(self._seconds))
+    def _compared(self, before: GraphModule, made: GraphModule, **limits: Any) -> Comparison:
+        graph, settings = self.graph, clock(self._seconds)
+        return compare_speed(graph.runner(before.forward), graph.runner(made.forward), **settings, **limits)
 
     def _restore(self, made: GraphModule, records: tuple[Step, ...]) -> None:
         if made is self.graph.gm:

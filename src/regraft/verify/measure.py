@@ -106,6 +106,7 @@ def compare_speed(
     warmup_seconds: float = 0.2,
     block_seconds: float = 0.01,
     pause_seconds: float = 0.0,
+    min_pairs: int = MIN_PAIRS,
     max_pairs: int = 200,
     grad: bool = False,
     timer: Callable[[], float] = time.perf_counter,
@@ -115,14 +116,16 @@ def compare_speed(
     Args:
         baseline: Called without arguments.
         candidate: Likewise.
-        min_seconds: Measure for at least this long in all, unless `max_pairs` are reached; at least 12 pairs, or 8 that
-            agree, or 6 of which each differs by a tenth, or as many as show that 12 would tell no difference. On a busy
-            machine, where the interval is wider than a tenth of the ratio, for up to twice as long.
-        warmup_seconds: Run each for at least this long first, and at least twice (compilers, caches, clocks).
+        min_seconds: Measure for at least this long in all, unless `max_pairs` are reached. On a busy machine, where the
+            interval is wider than a tenth of the ratio, for up to twice as long.
+        warmup_seconds: Run each for at least this long first, and at least twice (compilers, caches, clocks). The
+            second call of each is the first pair where a block is one call.
         block_seconds: A block repeats its call until it takes about this long, so that the timer's grain and the
             call's own noise average out.
         pause_seconds: Before each block, wait for so long, and make one call that is not timed: for programs that have
             threads of their own, which go on spinning after a call and slow whatever runs next.
+        min_pairs: At least so many pairs; or 8 that agree, or 6 of which each differs by a tenth, or as many as show
+            that 12 would tell no difference.
         max_pairs: Stop here.
         grad: Time with gradients recorded; by default they are not, as in inference.
         timer: The clock, in seconds.
@@ -143,17 +146,26 @@ def compare_speed(
     for name, program in (("baseline", baseline), ("candidate", candidate)):
         if not callable(program):
             raise TypeError(f"{name} is a {type(program).__name__}; pass a call: {name}=lambda: model(x)")
-    for name, limit in (("min_seconds", min_seconds), ("block_seconds", block_seconds), ("max_pairs", max_pairs)):
+    limits = {
+        "min_seconds": min_seconds,
+        "block_seconds": block_seconds,
+        "min_pairs": min_pairs,
+        "max_pairs": max_pairs,
+    }
+    for name, limit in limits.items():
         if limit <= 0:
             raise ValueError(f"{name} is {limit}, but has to be positive")
     if pause_seconds < 0:
         raise ValueError(f"pause_seconds is {pause_seconds}, but cannot be negative")
     with torch.set_grad_enabled(grad):
         # The slower of the two sets the calls per block: the same number for both, so that both average alike.
-        slowest = max(_warm(program, warmup_seconds, timer) for program in (baseline, candidate))
+        warm = [_warm(program, warmup_seconds, timer) for program in (baseline, candidate)]
+        slowest = max(min(times) for times in warm)
         calls = max(1, round(block_seconds / slowest)) if slowest > 0 else 100
+        times = [(warm[0][-1], warm[1][-1])] if calls == 1 and not pause_seconds else []
         block = partial(_block, calls=calls, pause=pause_seconds, timer=timer)
-        times = _measure(partial(block, baseline), partial(block, candidate), min_seconds, max_pairs, timer)
+        goes_on = partial(_goes_on, min_seconds=min_seconds, pairs=min_pairs)
+        _measure(times, partial(block, baseline), partial(block, candidate), goes_on, max_pairs, timer)
     ratios = tuple(ours / theirs for theirs, ours in times)
     low, high = median_interval(ratios)
     return Comparison(
@@ -169,19 +181,20 @@ def compare_speed(
 
 
 def _measure(
+    times: list[tuple[float, float]],
     baseline: Callable[[], float],
     candidate: Callable[[], float],
-    min_seconds: float,
+    goes_on: Callable[[list[tuple[float, float]], float], bool],
     max_pairs: int,
     timer: Callable[[], float],
-) -> list[tuple[float, float]]:
-    times: list[tuple[float, float]] = []
+) -> None:
+    """Add pairs to those there are."""
     collecting = gc.isenabled()
     gc.disable()
     try:
         start = timer()
         # An even number of pairs, so that each program goes first as often as the other.
-        while len(times) < max_pairs and (len(times) % 2 or _goes_on(times, timer() - start, min_seconds)):
+        while len(times) < max_pairs and (len(times) % 2 or goes_on(times, timer() - start)):
             if len(times) % 2 == 0:
                 first = baseline()
                 times.append((first, candidate()))
@@ -191,11 +204,10 @@ def _measure(
     finally:
         if collecting:
             gc.enable()
-    return times
 
 
-def _goes_on(times: list[tuple[float, float]], spent: float, min_seconds: float) -> bool:
-    if len(times) < MIN_PAIRS:
+def _goes_on(times: list[tuple[float, float]], spent: float, min_seconds: float, pairs: int) -> bool:
+    if len(times) < pairs:
         ahead = sum(ours < theirs for theirs, ours in times)
         behind = len(times) - ahead
         agree = len(times) == _FEW_PAIRS and _FEW_PAIRS in (ahead, behind)
@@ -212,17 +224,17 @@ def _goes_on(times: list[tuple[float, float]], spent: float, min_seconds: float)
     return high - low > _WIDE * statistics.median(ratios)
 
 
-def _warm(program: Callable[[], object], seconds: float, timer: Callable[[], float]) -> float:
-    start, fastest = timer(), math.inf
+def _warm(program: Callable[[], object], seconds: float, timer: Callable[[], float]) -> list[float]:
+    """The times of a program's calls but the first, in seconds."""
+    start = timer()
     program()
-    while fastest == math.inf or timer() - start < seconds:
+    times: list[float] = []
+    while not times or (times[-1] > 0 and timer() - start < seconds):  # 0 where it is finer than the timer
         before = timer()
         program()
         synchronize()
-        fastest = min(fastest, timer() - before)
-        if fastest <= 0:  # finer than the timer
-            return 0.0
-    return fastest
+        times.append(timer() - before)
+    return times
 
 
 def _block(program: Callable[[], object], calls: int, pause: float, timer: Callable[[], float]) -> float:

@@ -36,6 +36,10 @@ ENGINES: dict[str, tuple[str, tuple[str, ...]]] = {
 PAUSE = 0.03
 #: how many times as long as a step an engine is measured: nothing makes more of a difference, nor is so hard to tell
 LONGER = 3
+#: so many pairs are enough at least: the lower median is the better guess even where the difference is not certain
+PAIRS = 6
+#: what an engine has to take at most, relative to what runs otherwise: it holds the weights once more
+WORTH = 0.98
 #: what is tried where torch itself is to run the graph: what comes with it, and needs neither a compiler nor a package
 OF_TORCH = ("onednn",)
 
@@ -103,7 +107,7 @@ def pause_after(name: str) -> float:
 def adopt_engine(
     wanted: str, graph: Graph, entry: Entry, seconds: float, measured: bool, bound: Mapping[str, Any]
 ) -> EngineResult:
-    """Let an engine run a graph, where it is right and, if that is measured, faster.
+    """Let an engine run a graph, where it is right and, if that is measured, likely faster.
 
     It is given the graph with all steps that preserve the computation, those included that make no difference by
     themselves: it may not know a form that one of them takes away. Where rewriting makes an engine slower, it is given
@@ -120,7 +124,7 @@ def adopt_engine(
 
     def timed(name: str, baseline: Callable[..., Any], candidate: Engine) -> Comparison:
         settings = clock(LONGER * seconds, max(pause_after(name), pause_after(taken)))
-        return compare_speed(graph.runner(baseline), graph.runner(_by_name(candidate)), **settings)
+        return compare_speed(graph.runner(baseline), graph.runner(_by_name(candidate)), min_pairs=PAIRS, **settings)
 
     tried: dict[str, str] = {}
     comparisons: dict[str, Comparison] = {}
@@ -138,7 +142,7 @@ def adopt_engine(
         if engine is None:
             continue
         found = timed(name, graph.gm.forward, engine)
-        tried[name], comparisons[name] = found.reason + remark, found
+        tried[name], comparisons[name] = _said(found) + remark, found
         # of what is tried unasked, nobody waits to learn what the rewrites add to it
         asked = wanted != "torch" and history(graph.gm)
         alone = _built(name, graph, _without(graph.gm, None), bound, {}) if asked else None
@@ -148,8 +152,8 @@ def adopt_engine(
             if added.slower and measured:
                 engine = alone
                 found = timed(name, graph.gm.forward, engine)
-                tried[name], comparisons[name] = f"{found.reason}, on the graph as it was captured", found
-        wins = found.faster
+                tried[name], comparisons[name] = f"{_said(found)}, on the graph as it was captured", found
+        wins = found.ratio < WORTH
         if wins and entry.engine is not None:
             best = comparisons[taken]
             wins = found.high < best.low
@@ -161,6 +165,14 @@ def adopt_engine(
             taken, entry.engine = name, engine
     logger.info("%s is run by %s: %s", graph.name, taken, tried)
     return EngineResult(taken, tried, comparisons, rewriting)
+
+
+def _said(found: Comparison) -> str:
+    if found.faster and found.ratio >= WORTH:
+        return f"{found.reason}, but by less than the memory of its weights is worth"
+    if found.ratio < WORTH and not found.faster:
+        return f"likely faster: {found.describe()}, an interval that contains 1"
+    return found.reason
 
 
 def _names(wanted: str) -> Sequence[str]:
