@@ -227,7 +227,7 @@ class Work:
         engine = self.entries[graph.name].engine is not None
         if not self.measured:
             return f"the graph runs, unmeasured steps included; {found.reason}"
-        if found.slower or not (found.faster or kept or engine):
+        if found.ratio >= 1 or not (found.faster or kept or engine):
             del self.entries[graph.name]
             return f"the original is kept: {found.reason}"
         return f"the graph runs: {found.reason}"

@@ -65,13 +65,11 @@ def _fastest(forms: Forms, program: torch.jit.ScriptModule, sample: tuple[Tensor
     other = _written_out(forms, sample, "in float32")
     if other is None:
         return program
-    usual, exact = program(*given), other(*given)
-    program = _faster(program, other, given)
     if any(attention.dtype != torch.float32 for attention in forms.known.attentions.values()):
-        other = _written_out(forms, sample, "in its own type")
-        if other is not None and _no_further(other(*given), usual, exact):
-            program = _faster(program, other, given)
-    return program
+        shorter = _written_out(forms, sample, "in its own type")
+        if shorter is not None and _no_further(shorter(*given), program(*given), other(*given)):
+            other = shorter
+    return other if _is_faster(other, given, program, given) else program
 
 
 def _written_out(forms: Forms, sample: tuple[Tensor, ...], attention: Attention) -> torch.jit.ScriptModule | None:
@@ -80,12 +78,6 @@ def _written_out(forms: Forms, sample: tuple[Tensor, ...], attention: Attention)
         return _program(forms, sample)
     except (RuntimeError, IndexError):  # it cannot fuse what lies in memory as it does here
         return None
-
-
-def _faster(
-    program: torch.jit.ScriptModule, other: torch.jit.ScriptModule, given: tuple[Tensor, ...]
-) -> torch.jit.ScriptModule:
-    return other if _is_faster(other, given, program, given) else program
 
 
 def _is_faster(
