@@ -257,6 +257,23 @@ def test_steps_of_a_slow_model_are_measured_together(monkeypatch, together: Comp
         assert equal(result.model(x=x), model(x=x))
 
 
+def test_a_step_that_stood_on_one_that_is_gone_is_gone_too(monkeypatch) -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.conv(x)) * 2.5
+
+    times(monkeypatch, SAME, FASTER, SAME, FASTER)
+    result = run(Normed().eval(), (image(),), transformations=[rg.FoldBatchNorm(), rg.FoldScale()], **QUICK)
+    assert result.steps[0].reason.startswith("taken back, in the whole")
+    assert [(step.applied, step.kept) for step in result.steps] == [(1, False), (0, False)]
+    assert result.steps[1].reason == "nothing to do without FoldBatchNorm"
+    assert not any(step.applied for step in rg.history(result.graph_module))
+
+
 def test_what_is_undecided_in_a_slow_model_takes_six_pairs(monkeypatch) -> None:
     for call, pairs in ((SLOW, [{"max_pairs": 6}]), (0.0, [{}, {}, {}])):
         times(monkeypatch, *[SAME] * 3, FASTER, call=call)

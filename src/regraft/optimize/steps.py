@@ -176,10 +176,11 @@ class Stepper:
                 self.graph.whole = self.graph.gm
             self.graph.gm = left_out
             for index, made in records.items():
-                counted = result_of(self.graph.name, self._taken[index], made)
-                self.results[index] = replace(
-                    self.results[index], applied=counted.applied, refused=counted.refused, records=counted.records
-                )
+                before, now = self.results[index], result_of(self.graph.name, self._taken[index], made)
+                found = replace(before, applied=now.applied, refused=now.refused, records=now.records)
+                if before.applied and not now.applied:  # it stood on what is gone
+                    found = replace(found, kept=False, reason=f"nothing to do without {' and '.join(names)}")
+                self.results[index] = found
 
     def _take_each_alone(self) -> None:
         """Begin again with the graph as it was captured, and measure each step."""
