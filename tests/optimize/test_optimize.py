@@ -394,7 +394,7 @@ def test_where_weights_are_large_nothing_waits(monkeypatch) -> None:
     assert result.steps[0].reason.startswith("taken back, no difference shown")
 
 
-@pytest.mark.parametrize("final", [SLOWER, SAME])
+@pytest.mark.parametrize("final", [SLOWER, SAME, compared(0.99, 0.9, 1.1)])
 def test_a_model_that_gets_no_faster_is_kept(monkeypatch, final: Comparison) -> None:
     model = heads()
     times(monkeypatch, SLOWER, SLOWER, final)

@@ -277,9 +277,26 @@ def test_large_calls_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parts(3, 2) == 2
 
 
+@torch.no_grad()
+def test_parts_are_put_together_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(written_attention, "_AT_ONCE", math.ceil(2 * 3 * 8 * 40 / 4))
+    given = [heads(8), heads(40), heads(40)]
+    forms = Forms(symbolic_trace(Plain()), given)
+    forms.attention = "in float32"
+    (found,) = onednn_graph._program(forms, tuple(given))(*given)
+    assert [len(attention.parts) for attention in forms.known.attentions.values()] == [4]
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(*given))
+
+
 @pytest.mark.parametrize(
     ("batch", "rows", "times", "of_batch", "of_rows"),
-    [(1, 8, 1, [1], [8]), (1, 9, 3, [1], [3, 3, 3]), (8, 9, 3, [2, 3, 3], [9]), (3, 8, 4, [1, 1, 1], [4, 4])],
+    [
+        (1, 8, 1, [1], [8]),
+        (1, 9, 3, [1], [3, 3, 3]),
+        (8, 9, 3, [2, 3, 3], [9]),
+        (3, 8, 4, [1, 1, 1], [4, 4]),
+        (64, 8, 64, [2] * 32, [8]),
+    ],
 )
 def test_parts_are_of_the_batch_first(
     batch: int, rows: int, times: int, of_batch: list[int], of_rows: list[int], monkeypatch: pytest.MonkeyPatch

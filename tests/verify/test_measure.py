@@ -172,6 +172,33 @@ def test_the_last_calls_of_warming_up_are_a_pair_where_a_block_is_one_call(
     assert (again.calls, short.order) == (10, "aabb" + 10 * "a" + 20 * "b" + 10 * "a")
 
 
+def test_calls_finer_than_the_timer_are_warmed_up_once_and_timed_by_the_hundred() -> None:
+    order: list[str] = []
+    reads = iter(range(1000))  # a loop that waits for this clock to move would not end
+
+    def still() -> float:
+        next(reads)
+        return 0.0
+
+    found = compare_speed(
+        lambda: order.append("a"), lambda: order.append("b"), timer=still, warmup_seconds=1.0, max_pairs=2
+    )
+    assert found.calls == 100
+    assert "".join(order).startswith("aabb" + 100 * "a")
+
+
+def test_the_fastest_call_of_warming_up_says_how_many_make_a_block() -> None:
+    clock, times = Clock(), iter([1.0, 0.9, 0.1, 0.5])
+
+    def uneven() -> None:
+        clock.now += next(times, 0.1)
+
+    found = compare_speed(
+        uneven, clock.program("b", 0.05), timer=clock, warmup_seconds=2.2, block_seconds=1.0, max_pairs=2
+    )
+    assert found.calls == 10
+
+
 def test_fewer_pairs_are_enough_for_who_asks_for_fewer() -> None:
     for few, pairs in ((6, 6), (12, 12)):
         clock, times = Clock(), iter([9.9, *[9.8, 9.9, 10.1, 9.9, 9.9, 9.9, 10.1] + [9.9] * 5])
