@@ -25,8 +25,8 @@ from regraft.verify.measure import MIN_PAIRS, synchronize
 
 logger = logging.getLogger("regraft")
 
-_FEW_PAIRS = 6
-"""So few pairs tell a difference where all of them agree."""
+_TOGETHER_PAIRS = 6
+"""So many pairs judge steps of a slow model together: the fewest that tell a difference, where all of them agree."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Stepper:
         alone = all(self.results[index].comparison is not None for index in undecided)
         try:
             left_out, records = self._without(undecided)
-            few = {} if alone else {"max_pairs": _FEW_PAIRS}  # of a slow model, whose calls vary less
+            few = {} if alone else {"max_pairs": _TOGETHER_PAIRS}
             comparison = self._compared(left_out, self.graph.gm, **few)
         except Exception as error:  # the others alone were never run together
             logger.info("%s does not run with and without what is undecided: %s", self.graph.name, error)

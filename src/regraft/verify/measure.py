@@ -119,7 +119,7 @@ def compare_speed(
         min_seconds: Measure for at least this long in all, unless `max_pairs` are reached. On a busy machine, where the
             interval is wider than a tenth of the ratio, for up to twice as long.
         warmup_seconds: Run each for at least this long first, and at least twice (compilers, caches, clocks). The
-            second call of each is the first pair where a block is one call.
+            last call of each is the first pair where a block is one call and there is no pause.
         block_seconds: A block repeats its call until it takes about this long, so that the timer's grain and the
             call's own noise average out.
         pause_seconds: Before each block, wait for so long, and make one call that is not timed: for programs that have
