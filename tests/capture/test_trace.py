@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.export import Dim
 from torch.nn import functional as F
 
@@ -74,6 +74,47 @@ def test_layers_weights_and_names() -> None:
     assert operator.truediv in targets(gm, "call_function")
     assert set(targets(gm, "get_attr")) == {"alone", "kept", "lost", "plain", "first.weight", "first.bias"}
     assert not any(isinstance(target, torch._ops.OpOverload) for target in targets(gm, "call_function"))
+
+
+class Strided(nn.Conv2d):
+    """A layer that is only made otherwise, as EfficientNet's by channel is."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width, 3, stride=2, padding="valid", groups=width)
+
+
+class Louder(Strided):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Inner(Strided):
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return 2 * super()._conv_forward(x, weight, bias)
+
+
+@pytest.mark.parametrize("capture", [trace, lambda model, inputs: symbolic_trace(model)])
+def test_a_layer_that_is_only_made_otherwise_is_that_of_torch(capture: Any) -> None:
+    model, x = nn.Sequential(Strided(4), nn.ReLU()).eval(), torch.randn(2, 4, 9, 9)
+    gm = capture(model, (x,))
+    assert type(gm.get_submodule("0")) is nn.Conv2d
+    assert type(model[0]) is Strided
+    assert [str(node.target) for node in gm.graph.nodes][1] == "0"
+    assert list(gm.state_dict()) == list(model.state_dict())
+    with torch.no_grad():
+        model[0].weight = nn.Parameter(torch.randn_like(model[0].weight))  # as of any layer, the graph sees it
+        assert torch.equal(pickle.loads(pickle.dumps(gm))(x), model(x))
+        model[0].register_forward_hook(lambda module, args, result: result + 1)
+        torch.testing.assert_close(gm(x), model(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("capture", [trace, lambda model, inputs: symbolic_trace(model)])
+@pytest.mark.parametrize("kind", [Louder, Inner])
+def test_a_layer_that_computes_otherwise_is_traced_through(capture: Any, kind: type[Strided]) -> None:
+    model, x = nn.Sequential(kind(4), nn.ReLU()).eval(), torch.randn(2, 4, 9, 9)
+    gm = capture(model, (x,))
+    assert [node for node in gm.graph.nodes if node.target == "0"] == []
+    torch.testing.assert_close(gm(x), model(x), rtol=0, atol=0)
 
 
 def test_the_symbolic_way_has_the_same_tree() -> None:

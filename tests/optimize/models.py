@@ -20,13 +20,27 @@ def every_engine(monkeypatch: pytest.MonkeyPatch, build: object) -> None:
     monkeypatch.setattr(choosing, "importlib", SimpleNamespace(import_module=lambda _: adapter, util=importlib.util))
 
 
+class Padded(nn.Conv2d):
+    """A layer of torch's that is only made otherwise."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, 3, padding="same")
+
+
+class Head(nn.Linear):
+    """Another."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(8, width)
+
+
 class Heads(nn.Module):
     """Two projections of one input behind a convolution and a norm: something for each of the usual rewrites."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.conv, self.norm = Padded(3, 8), nn.BatchNorm2d(8)
+        self.q, self.k = Head(8), nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         y = self.norm(self.conv(x)).relu().flatten(2).transpose(1, 2)

@@ -9,13 +9,18 @@ import torch
 from torch import nn
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_MAKING = {"__init__", "reset_parameters", "extra_repr", "__repr__"}
+"""What a class may define without computing anything else than its parent."""
+_NOTES = {"__annotations__", "__doc__", "__firstlineno__", "__module__", "__qualname__", "__static_attributes__"}
+"""What Python notes of a class."""
 
 
 def is_leaf(module: nn.Module) -> bool:
     """Whether a call of a module is one node: a layer of `torch.nn` without layers inside.
 
-    A subclass defined elsewhere is no leaf, because it may compute anything. A parametrized layer is none: its class is
-    made up at runtime, and torch refuses to save it.
+    A subclass defined elsewhere is one if it is only made otherwise, with settings of its own; any other is none,
+    because it may compute anything. A parametrized layer is none: its class is made up at runtime, and torch refuses to
+    save it.
 
     Args:
         module: any module.
@@ -24,13 +29,28 @@ def is_leaf(module: nn.Module) -> bool:
     >>> is_leaf(torch.nn.Linear(1, 1)), is_leaf(torch.nn.Sequential(torch.nn.Linear(1, 1)))
     (True, False)
     """
-    if (
-        type(module) is nn.Module
-        or isinstance(module, _CONTAINERS)
-        or not type(module).__module__.startswith(("torch.nn.", "torch.ao.nn."))
-    ):
-        return False
-    return not module._modules
+    return _layer_class(type(module)) is not None and not module._modules
+
+
+def _layer_class(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """The class of `torch.nn` as whose layers those of a class compute; None where that is not known."""
+    for parent in kind.__mro__:
+        if parent.__module__.startswith(("torch.nn.", "torch.ao.nn.")):
+            known = parent is not nn.Module and not issubclass(parent, _CONTAINERS)
+            return parent if known else None
+        if vars(parent).keys() - _MAKING - _NOTES:
+            return None
+    return None
+
+
+def _as_layer(module: nn.Module) -> nn.Module:
+    """A module as a layer of `torch.nn`: itself, or one that shares all that it has, and is of the class known."""
+    kind = _layer_class(type(module))
+    if kind is None or kind is type(module):
+        return module
+    layer = kind.__new__(kind)
+    layer.__dict__ = module.__dict__
+    return layer
 
 
 def first_names(model: nn.Module) -> dict[int, str]:
@@ -53,7 +73,11 @@ def graft_tree(model: nn.Module, onto: nn.Module, whole: Collection[int] = ()) -
         whole: the `id` of each further module that is to be taken as it is.
     """
     copies: dict[int, nn.Module] = {}
-    copies.update({id(module): module for module in model.modules() if id(module) in whole or is_leaf(module)})
+    for module in model.modules():
+        if is_leaf(module):
+            copies[id(module)] = _as_layer(module)
+        elif id(module) in whole:
+            copies[id(module)] = module
     copies[id(model)] = onto
     _fill(onto, model, copies)
 

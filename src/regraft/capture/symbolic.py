@@ -16,7 +16,7 @@ from torch.fx.proxy import Attribute
 
 from regraft.capture import transformers_adapter
 from regraft.capture.failures import capture_error
-from regraft.capture.module_tree import attribute, graft_tree, place_tensor
+from regraft.capture.module_tree import attribute, graft_tree, is_leaf, place_tensor
 from regraft.capture.sample_inputs import SampleMaker, Unmakeable
 from regraft.capture.shapes import axes_of
 from regraft.capture.signature import take_apart
@@ -57,6 +57,9 @@ class _Tracer(Tracer):
 
     def proxy(self, node: Node) -> Proxy:
         return _Proxy(node, self)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return is_leaf(m) or super().is_leaf_module(m, module_qualified_name)
 
 
 class _TracerOfBuffers(_Tracer):
