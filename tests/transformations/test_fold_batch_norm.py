@@ -60,6 +60,12 @@ def test_before_a_layer_without_outputs():
     check_applied(rg.FoldBatchNorm(), randomise(net).eval(), (torch.randn(3, 4),))
 
 
+@pytest.mark.parametrize(("size", "padding"), [(3, "valid"), (1, "same"), (3, 0)])
+def test_before_a_convolution_that_does_not_pad(size, padding):
+    net = randomise(nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 6, size, padding=padding))).eval()
+    check_applied(rg.FoldBatchNorm(), net, (sample("conv", 2, 4),))
+
+
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
 def test_before_a_convolution_that_pads_with_its_input(mode):
     net = nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 6, 3, padding=1, padding_mode=mode))

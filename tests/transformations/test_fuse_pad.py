@@ -40,6 +40,22 @@ def test_other_numbers_of_axes(conv):
     check_applied(FUSE, net((0, 1), conv), (torch.randn(size),))
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("pad", "conv"),
+    [
+        (nn.ZeroPad2d((0, 1, 1, 2)), nn.Conv2d(4, 6, 3, stride=2, padding="valid")),
+        (nn.ZeroPad2d(1), nn.Conv2d(4, 6, 1, padding="same")),
+        (nn.ConstantPad2d((1, 2, 0, 0), 0.0), nn.Conv2d(4, 6, (2, 3))),
+        (nn.ZeroPad1d((1, 1)), nn.Conv1d(4, 6, 3, dilation=2)),
+    ],
+)
+def test_layers_that_pad(form, pad, conv):
+    model = randomise(nn.Sequential(nn.ReLU(), pad, conv))
+    gm = check_applied(FUSE, model, (torch.randn(2, 4, *(8, 9)[: conv.weight.ndim - 2]),), form)
+    assert len(gm.graph.nodes) == 4
+
+
 def test_equal_ends_may_be_dilated():
     check_applied(FUSE, net((1, 1, 2, 2), nn.Conv2d(3, 4, 3, dilation=2)), (torch.randn(2, 3, 9, 8),))
 
@@ -79,6 +95,9 @@ def test_what_was_trained_in_the_place_of_zeros_is_not_lost():
         (net((1, 1), hooked(nn.Conv2d(3, 4, 3))), "a has hooks"),
         (net((1, 1), nn.Conv2d(3, 4, 3, padding=1)), "itself"),
         (net((1, 1), nn.Conv2d(3, 4, 3, padding="same")), "itself"),
+        (nn.Sequential(nn.ConstantPad2d(1, 0.5), nn.Conv2d(3, 4, 3)), "zeros"),
+        (nn.Sequential(hooked(nn.ZeroPad2d(1)), nn.Conv2d(3, 4, 3)), "0 has hooks"),
+        (nn.Sequential(nn.ZeroPad2d((1, 0, 0, 0)), nn.Conv2d(3, 4, 3)), "start"),
         (net((1, 1), nn.Linear(10, 4)), "one convolution"),
         (Wrap(lambda self, x: (p := F.pad(x, (1, 1))) + self.a(p), a=nn.Conv2d(3, 3, 1)), "one convolution"),
         (

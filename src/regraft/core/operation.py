@@ -28,6 +28,7 @@ class Operation:
         relatives: Other types that a user takes for it, and that a rule refuses with a sentence, as it does subclasses.
         defaults: What an argument is where a call leaves it out.
         orders: The argument names of those functions that take them in another order.
+        attributes: What a module calls those of its arguments that have another name there.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Operation:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     orders: Mapping[Callable[..., Any], str] = field(default_factory=dict)
     relatives: tuple[type[nn.Module], ...] = ()
+    attributes: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def names(self) -> tuple[str, ...]:

@@ -131,7 +131,12 @@ PAD = Operation(
     "pad",
     "input pad mode value",
     (F.pad, *_overloads("constant_pad_nd.default", "pad.default")),
+    modules=(
+        *(nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d),
+        *(nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d),
+    ),
     defaults={"mode": "constant"},
     orders=dict.fromkeys(_overloads("constant_pad_nd.default"), "input pad value"),
+    attributes={"pad": "padding"},
 )
 INDEX = Operation("index", "input index", (operator.getitem,), ("__getitem__",))

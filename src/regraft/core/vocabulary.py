@@ -281,11 +281,12 @@ def _read_module(node: Node, owner: GraphModule) -> Call | None:
     arguments = {"input": inputs[0]}
     settings = module.__dict__
     for name in operation.names[1:]:
+        its = operation.attributes.get(name, name)
         for table in (settings, settings["_parameters"], settings["_buffers"]):  # a module of torch's own has all there
-            if name in table:
-                arguments[name] = table[name]
+            if its in table:
+                arguments[name] = table[its]
                 break
         else:
-            if hasattr(module, name):
-                arguments[name] = getattr(module, name)
+            if hasattr(module, its):
+                arguments[name] = getattr(module, its)
     return Call(node, operation, arguments, owner, str(node.target), module)

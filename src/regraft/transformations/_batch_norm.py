@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from regraft.core.edit import Edit
+from regraft.core.padding import padded_ends
 from regraft.core.pattern import Match
 from regraft.core.query import Answer, Facts, require, that
 from regraft.core.values import reads_shape_only, value_of
@@ -243,7 +244,7 @@ def _channels(facts: Facts, site: Neighbours, weight: Tensor) -> Answer:
     if rank is not None and rank != wanted:
         return f"{norm.where} normalises axis 1 of {rank} axes, which is not the axis of the features of {layer.where}"
     if not site.behind and layer.operation is not LINEAR:
-        return _unpadded(layer)
+        return _unpadded(layer, weight)
     return None
 
 
@@ -252,14 +253,11 @@ def _length(norm: Call) -> int:
     return int(weight.tensor.shape[0]) if weight is not None else -1
 
 
-def _unpadded(layer: Call) -> Answer:
+def _unpadded(layer: Call, weight: Tensor) -> Answer:
     """A norm before a convolution shifts its padding too, unless the padding is made of the input."""
     if layer.operation is TRANSPOSED_CONV:
         return f"{layer.where} is a transposed convolution: the shift of a norm before it is not constant at the border"
-    padding = layer["padding"]
-    none = padding == "valid" or (
-        not isinstance(padding, str) and not any(padding if isinstance(padding, tuple | list) else (padding,))
-    )
+    none = not any(map(any, padded_ends(layer["padding"], weight.shape[2:], layer["dilation"])))
     mode = getattr(layer.module, "padding_mode", "zeros")
     return that(none or mode != "zeros", f"{layer.where} pads with zeros, which the norm before it does not shift")
 

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from regraft.core.padding import padded_ends, per_axis
 from regraft.core.query import Answer, Facts, that
 from regraft.core.vocabulary import CONV, Call
 from regraft.core.weights import Derivation, wider
 
 Places = tuple[tuple[int, int, int], ...]
 """For each axis of a kernel the first element, the one behind the last, and the step between them."""
-
-
-def per_axis(setting: Any, axes: int) -> Any:
-    """A setting of a convolution, one number for each axis: a function takes one for all, and a module has several."""
-    if isinstance(setting, int) and axes:
-        return (setting,) * axes
-    return tuple(setting) if isinstance(setting, list) else setting
 
 
 def kernel_of(call: Call) -> Tensor:
@@ -65,10 +58,7 @@ def same_channels(norm: Call, conv: Call, facts: Facts) -> Answer:
 def _pixels(call: Call, axes: int) -> list[tuple[int, int, float, int]]:
     """For each axis the stride, the size of the kernel, the padding and the dilation."""
     sizes, dilations = kernel_of(call).shape[2:], per_axis(call["dilation"], axes)
-    paddings = per_axis(call["padding"], axes)
-    if isinstance(call["padding"], str):
-        same = call["padding"] == "same"
-        paddings = tuple(d * (size - 1) / 2 if same else 0 for size, d in zip(sizes, dilations, strict=True))
+    paddings = [(start + end) / 2 for start, end in padded_ends(call["padding"], sizes, dilations)]
     return list(zip(per_axis(call["stride"], axes), sizes, paddings, dilations, strict=True))
 
 

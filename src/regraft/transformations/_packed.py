@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from regraft.core.clone import clone_module
+from regraft.core.padding import padded_ends
 from regraft.transformations import _mkldnn as mkldnn
 from regraft.transformations._activations import NONE, Activation
 
@@ -152,7 +153,7 @@ class _PackedConv(Packed):
 
     def _numbers_of_it(self) -> tuple[Any, ...]:
         conv: Any = self
-        return list(_padding(conv)), list(conv.stride), list(conv.dilation), conv.groups
+        return _padding(conv), list(conv.stride), list(conv.dilation), conv.groups
 
 
 class PackedConv1d(_PackedConv, nn.Conv1d):
@@ -227,19 +228,12 @@ def packed_kind(module: nn.Module) -> type[Packed] | None:
     return kinds.get(type(module))
 
 
-def _padding(conv: Any) -> tuple[int, ...]:
-    """The padding of both ends of each axis, also where it was given as a word."""
-    padding = conv.padding
-    if padding == "valid":
-        return (0,) * len(conv.kernel_size)
-    if padding == "same":
-        reaches = zip(conv.dilation, conv.kernel_size, strict=True)
-        return tuple(d * (k - 1) // 2 for d, k in reaches)
-    return tuple(padding)
+def _padding(conv: Any) -> list[int]:
+    """What both ends of each axis are padded by."""
+    return [end for _, end in padded_ends(conv.padding, conv.kernel_size, conv.dilation)]
 
 
 def even_padding(conv: Any) -> bool:
     """Whether both ends of each axis are padded alike, and with zeros."""
-    reaches = zip(conv.dilation, conv.kernel_size, strict=True)
-    alike = conv.padding != "same" or all(d * (k - 1) % 2 == 0 for d, k in reaches)
+    alike = all(start == end for start, end in padded_ends(conv.padding, conv.kernel_size, conv.dilation))
     return bool(alike and conv.padding_mode == "zeros")

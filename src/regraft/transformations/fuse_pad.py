@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from regraft.core.edit import Edit
+from regraft.core.padding import padded_ends
 from regraft.core.pattern import Calls, Match
 from regraft.core.query import Facts, require, that
 from regraft.core.rewrite import Rewrite
@@ -59,10 +60,11 @@ class FusePad(Rewrite):
         require(that(isinstance(module, _CONVS), f"{conv.where} is a function call, not a module"))
         assert module is not None
         assert weight is not None
-        require(facts.plain(conv), facts.alone(conv), facts.unchanged(pad.input, pad.node, conv.node))
+        require(facts.plain(pad), facts.plain(conv), facts.alone(conv), facts.unchanged(pad.input, pad.node, conv.node))
         own, axes = conv["padding"], weight.tensor.ndim - 2
+        unpadded = not any(map(any, padded_ends(own, weight.tensor.shape[2:], conv["dilation"])))
         require(
-            that(isinstance(own, tuple) and not any(own), f"{conv.where} pads its input itself, by {own}"),
+            that(unpadded, f"{conv.where} pads its input itself, by {own}"),
             that(len(ends) <= axes, f"{pad.where} pads more than the {axes} axes of {conv.where}"),
         )
         ends = (*((0, 0),) * (axes - len(ends)), *ends)

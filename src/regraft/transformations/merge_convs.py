@@ -8,12 +8,12 @@ from itertools import accumulate
 from torch import Tensor
 
 from regraft.core.edit import Edit
+from regraft.core.padding import per_axis
 from regraft.core.pattern import Match, Siblings
 from regraft.core.query import Facts, require, that
 from regraft.core.rewrite import Rewrite
 from regraft.core.values import value_of
 from regraft.core.vocabulary import CONV, Call
-from regraft.transformations._kernels import per_axis
 from regraft.transformations._merge import common_parent, divide, side_by_side, take_part
 from regraft.transformations._module_for import module_for
 
