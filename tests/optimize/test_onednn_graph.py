@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,9 @@ OPERATORS: dict[str, Function] = {
     "conv": lambda x: F.conv2d(x, weight(8, 6, 3, 3), W8, 2, 1),
     "conv dilated": lambda x: F.conv2d(x, weight(8, 6, 3, 3), None, 1, 2, 2),
     "conv padded to the same": lambda x: F.conv2d(x, weight(8, 6, 3, 3), W8, padding="same"),
+    "conv padded by one more after it": lambda x: F.conv2d(x, weight(8, 6, 4, 3), W8, padding="same"),
+    "conv padded to the same, dilated": lambda x: F.conv2d(x, weight(8, 6, 3, 2), None, 1, "same", (2, 3)),
+    "conv not padded": lambda x: F.conv2d(x, weight(8, 3, 3, 3), W8, (2, 1), "valid", 1, 2),
     "conv in groups": lambda x: F.conv2d(x, weight(8, 3, 3, 3), W8, groups=2),
     "conv by channel": lambda x: F.conv2d(x, weight(6, 1, 3, 3), W6, 1, 1, 1, 6),
     "transposed conv": lambda x: F.conv_transpose2d(x, weight(6, 8, 3, 3), W8, 2, 1, 1),
@@ -117,6 +121,8 @@ OPERATORS: dict[str, Function] = {
     "largest": lambda x: x.amax(1),
     "larger": lambda x: torch.maximum(x, -x),
     "variance": lambda x: x.var((2, 3)),
+    "length": lambda x: x * torch.linalg.vector_norm(x, 2, (1, 2), keepdim=True),
+    "length along the last axis": lambda x: x / torch.linalg.vector_norm(x, 2, -1, keepdim=True),
     "permuted": lambda x: x.permute(0, 2, 3, 1).reshape(2, 12, -1),
     "concatenated": lambda x: torch.cat([x, x * 2], 1),
     "chunks": lambda x: torch.add(x.chunk(2, 1)[0], x.chunk(2, 1)[1]),
@@ -246,6 +252,42 @@ def test_gelu_by_tanh_is_rounded_once() -> None:
     assert (found == function(x)).float().mean() > 0.98
 
 
+def test_gelu_by_tanh_of_a_part_becomes_dense() -> None:
+    """Arithmetic on what has gaps is forty times slower."""
+
+    def copies(function: Function) -> int:
+        gm, x = symbolic_trace(Of(function, lambda x: F.gelu(x, approximate="tanh"))), torch.randn(3, 4, 8)
+        forms = Forms(gm, [x])
+        torch.testing.assert_close(result_of(forms, x), gm(x))
+        program: Any = torch.jit.trace(forms, (x,), check_trace=False).graph
+        return len(program.findAllNodes("aten::clone"))
+
+    assert (copies(lambda x: x.relu()), copies(lambda x: x[..., :5]), copies(lambda x: x.mT)) == (0, 1, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("function", "respelled"),
+    [
+        (lambda x: torch.linalg.vector_norm(x, 2, (1, 2), keepdim=True), True),
+        (lambda x: torch.linalg.vector_norm(x, dim=[-3]), True),
+        (lambda x: torch.linalg.vector_norm(x, ord=2.0, dim=(0, -2), keepdim=False), True),
+        (lambda x: torch.linalg.vector_norm(x, 2, (1, -1)), False),
+        (lambda x: torch.linalg.vector_norm(x, 2, 1, True), True),
+        (lambda x: torch.linalg.vector_norm(x, 1, (1,), keepdim=True), False),
+        (lambda x: torch.linalg.vector_norm(x), False),
+        (lambda x: torch.linalg.vector_norm(x, 2, [1], dtype=torch.float64), False),
+    ],
+)
+def test_a_length_is_the_root_of_a_sum_of_squares(function: Function, respelled: bool, dtype: torch.dtype) -> None:
+    gm, x = symbolic_trace(Of(function)), (torch.randn(SIZE) * 3).to(dtype)
+    forms = Forms(gm, [x])
+    assert bool(forms.known.respelled) == respelled
+    found, expected = result_of(forms, x), function(x.double())
+    assert (found.shape, found.dtype) == (expected.shape, gm(x).dtype)
+    torch.testing.assert_close(found.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
 def test_a_product_of_one_row_and_a_sum_become_apart() -> None:
     x = torch.randn(1, 6)
     forms = Forms(symbolic_trace(Of(lambda x: torch.addmm(W8, x, weight(6, 8)))), [x])
@@ -340,6 +382,27 @@ def test_other_sizes_are_not_covered() -> None:
     run = built(Of(F.relu), weight(*SIZE))
     with pytest.raises(NotCovered, match=r"\(2, 6, 12, 10\)"):
         run([weight(3, *SIZE[1:])])
+
+
+@pytest.mark.parametrize("layer", [False, True])
+@pytest.mark.parametrize(("size", "padding"), [(3, "same"), (4, "same"), (3, "valid")])
+def test_padding_that_is_a_word_does_not_keep_a_convolution_from_being_fused(
+    layer: bool, size: int, padding: str
+) -> None:
+    conv, x = nn.Conv2d(6, 6, size, padding=padding).requires_grad_(False), weight(*SIZE)
+    called = Of(lambda x: F.relu(F.conv2d(x, conv.weight.data.to(x), padding=padding)))
+    module = nn.Sequential(conv, nn.ReLU()) if layer else called
+    (found,) = built(module, x)([x])
+    program = str(torch.jit.last_executed_optimized_graph())
+    assert "convolution" not in program.split("with prim::oneDNNFusionGroup")[0]
+    assert "aten::_convolution_mode" not in program
+    torch.testing.assert_close(found, module.double()(x.double()).float())
+
+
+def test_padding_with_what_is_there_stays_as_it_is() -> None:
+    conv = nn.Conv2d(6, 6, 3, padding="same", padding_mode="reflect").requires_grad_(False)
+    x = weight(*SIZE)
+    torch.testing.assert_close(built(conv, x)([x])[0], conv(x))
 
 
 def test_it_is_fused_at_all() -> None:

@@ -245,7 +245,7 @@ class _Run(Images):
         if self._forms.attention != "fused" and n in known.attentions:
             return self._written_out(known.attentions[n])
         if n in known.respelled:
-            result = known.respelled[n](self.env)
+            result = known.respelled[n]({argument: self.given(n, argument) for argument in n.all_input_nodes})
         elif n in known.renewing:
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             result = known.renewing[n](*args, **kwargs)

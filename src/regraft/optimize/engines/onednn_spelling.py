@@ -13,7 +13,9 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.nn import functional as F
 
-from regraft.core.vocabulary import BATCH_NORM, GELU, LAYER_NORM, Call
+from regraft.core.padding import padded_ends
+from regraft.core.vocabulary import BATCH_NORM, CONV, GELU, LAYER_NORM, Call
+from regraft.optimize.engines.onednn_layouts import dense, lies_oddly, order
 
 Env = Mapping[Node, Any]
 Spelling = Callable[[Env], Tensor]
@@ -39,8 +41,12 @@ def respelled(node: Node, name: str, call: Call | None, result: Tensor, env: Env
         return partial(_gelu_by_tanh, call.input)
     if call is not None and call.operation in (LAYER_NORM, BATCH_NORM):
         return _norm(call, env) if call["weight"] is None or call["bias"] is None else None
+    if call is not None and call.operation is CONV and isinstance(call["padding"], str):
+        return _padded_by_numbers(call, env)
     if name == "addmm":
         return _as_linear(node, steady)
+    if name == "linalg_vector_norm":
+        return _length(node, env)
     if name in _JOINING:
         return _joined(node, env, result.dtype)
     if name in _POOLING:
@@ -53,9 +59,11 @@ def respelled(node: Node, name: str, call: Call | None, result: Tensor, env: Env
 def _gelu_by_tanh(given: Node, env: Env) -> Tensor:
     """`x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))` (Hendrycks and Gimpel 2016, arXiv:1606.08415).
 
-    It is taken for the exact one, which is off by up to 5e-4. In float32, as torch computes it.
+    It is taken for the exact one, which is off by up to 5e-4. In float32, as torch computes it. A part of a merged
+    layer's result becomes dense, as for any other arithmetic.
     """
     x: Tensor = env[given]
+    x = dense(x, x.shape, order(x)) if lies_oddly(x) else x
     y = x.float()
     return (0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y * y * y)))).to(x.dtype)
 
@@ -86,6 +94,26 @@ def _norm(call: Call, env: Env) -> Spelling | None:
     return compute
 
 
+def _padded_by_numbers(call: Call, env: Env) -> Spelling | None:
+    """A convolution whose padding is a word, which it does not know, with the numbers that stand for it."""
+    if getattr(call.module, "padding_mode", "zeros") != "zeros":
+        return None
+    given, sizes = call.input, _value(call["weight"], env).shape[2:]
+    convolution: Any = (F.conv1d, F.conv2d, F.conv3d)[len(sizes) - 1]
+    ends = padded_ends(call["padding"], sizes, call["dilation"])
+    even = all(start == end for start, end in ends)
+    around = [] if even else [end for pair in reversed(ends) for end in pair]
+    padding = [end if even else 0 for _, end in ends]
+
+    def compute(env: Env) -> Tensor:
+        weight, bias = (_value(call[name], env) for name in ("weight", "bias"))
+        padded = F.pad(env[given], around) if around else env[given]
+        result: Tensor = convolution(padded, weight, bias, call["stride"], padding, call["dilation"], call["groups"])
+        return result
+
+    return compute
+
+
 def _as_linear(node: Node, steady: Env) -> Spelling | None:
     """A product and a sum as a linear layer: a constant that is added to a product cannot be compiled."""
     if node.kwargs or len(node.args) != 3:
@@ -94,6 +122,24 @@ def _as_linear(node: Node, steady: Env) -> Spelling | None:
     if bias not in steady or weight not in steady or steady[bias].ndim != 1:
         return None
     return lambda env: F.linear(env[given], steady[weight].t().contiguous(), steady[bias])
+
+
+def _length(node: Node, env: Env) -> Spelling | None:
+    """The root of a sum of squares: along another axis than the last torch's call is slow, and its sum less exact."""
+    call: dict[str, Any] = {**dict(zip(("x", "ord", "dim", "keepdim"), node.args)), **node.kwargs}
+    given, axes, keeps = node.all_input_nodes[0], call.get("dim"), bool(call.get("keepdim"))
+    axes = (axes,) if isinstance(axes, int) else tuple(axes or ())
+    dtype, last = env[given].dtype, env[given].ndim - 1
+    if call.get("ord", 2) != 2 or call.get("dtype") is not None or dtype not in _TYPES:
+        return None
+    if not axes or any(isinstance(axis, Node) or axis in (-1, last) for axis in axes):
+        return None
+
+    def compute(env: Env) -> Tensor:
+        value: Tensor = env[given]
+        return value.float().square().sum(axes, keeps).sqrt().to(dtype)
+
+    return compute
 
 
 def _joined(node: Node, env: Env, dtype: torch.dtype) -> Spelling | None:
