@@ -14,6 +14,7 @@ from torch.export import Dim
 from torch.nn import functional as F
 
 from regraft.capture import symbolic_trace, trace
+from regraft.capture.module_tree import is_leaf
 from regraft.core.errors import CaptureError
 from regraft.core.graph_module import GraphModule, adopt
 
@@ -104,8 +105,14 @@ def test_a_layer_that_is_only_made_otherwise_is_that_of_torch(capture: Any) -> N
     with torch.no_grad():
         model[0].weight = nn.Parameter(torch.randn_like(model[0].weight))  # as of any layer, the graph sees it
         assert torch.equal(pickle.loads(pickle.dumps(gm))(x), model(x))
+        model[0].stride = (1, 1)
         model[0].register_forward_hook(lambda module, args, result: result + 1)
         torch.testing.assert_close(gm(x), model(x), rtol=0, atol=0)
+
+
+def test_containers_are_no_layers() -> None:
+    containers = (nn.Sequential(), nn.ModuleList(), nn.ParameterList([torch.ones(1)]), nn.Module())
+    assert not any(map(is_leaf, containers))
 
 
 @pytest.mark.parametrize("capture", [trace, lambda model, inputs: symbolic_trace(model)])

@@ -285,7 +285,8 @@ def test_a_length_is_the_root_of_a_sum_of_squares(function: Function, respelled:
     assert bool(forms.known.respelled) == respelled
     found, expected = result_of(forms, x), function(x.double())
     assert (found.shape, found.dtype) == (expected.shape, gm(x).dtype)
-    torch.testing.assert_close(found.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=0)
+    once = 0.51 if dtype is torch.bfloat16 else 2  # in float32 the squares are rounded, too
+    torch.testing.assert_close(found.double(), expected, rtol=once * torch.finfo(dtype).eps, atol=0)
 
 
 def test_a_product_of_one_row_and_a_sum_become_apart() -> None:
@@ -402,7 +403,14 @@ def test_padding_that_is_a_word_does_not_keep_a_convolution_from_being_fused(
 def test_padding_with_what_is_there_stays_as_it_is() -> None:
     conv = nn.Conv2d(6, 6, 3, padding="same", padding_mode="reflect").requires_grad_(False)
     x = weight(*SIZE)
-    torch.testing.assert_close(built(conv, x)([x])[0], conv(x))
+    torch.testing.assert_close(built(nn.Sequential(conv), x)([x])[0], conv(x))
+
+
+def test_an_image_whose_padding_is_a_word_has_its_channels_last() -> None:
+    conv, x = nn.Conv2d(6, 6, 3, padding="same").requires_grad_(False), weight(*SIZE)
+    forms = Forms(symbolic_trace(nn.Sequential(conv)), [x])
+    program: Any = torch.jit.trace(forms, (x,), check_trace=False).graph
+    assert len(program.findAllNodes("aten::contiguous")) == 1
 
 
 def test_it_is_fused_at_all() -> None:
