@@ -110,6 +110,36 @@ MODELS: dict[str, Callable[[int], tuple[nn.Module, dict[str, Any]]]] = {
 }
 
 
+def _language_model(name: str, length: int, **config: Any) -> Callable[[int], tuple[nn.Module, dict[str, Any]]]:
+    def make(batch: int) -> tuple[nn.Module, dict[str, Any]]:
+        import transformers
+
+        model = getattr(transformers, name)
+        return model(model.config_class(**config)), {"input_ids": torch.randint(0, 3000, (batch, length))}
+
+    return make
+
+
+_GEMMA = {"hidden_size": 768, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 1}
+_GEMMA |= {"head_dim": 96, "intermediate_size": 3072, "vocab_size": 32000, "use_cache": False}
+
+# Others, which regraft was not made faster on one by one; only where they are asked for by name.
+OTHERS: dict[str, Callable[[int], tuple[nn.Module, dict[str, Any]]]] = {
+    "resnet18": _image_classifier(
+        "ResNet", layer_type="basic", depths=[2, 2, 2, 2], hidden_sizes=[64, 128, 256, 512], embedding_size=64
+    ),
+    "efficientnet-b0": _image_classifier(
+        "EfficientNet", width_coefficient=1.0, depth_coefficient=1.0, image_size=224, hidden_dim=1280
+    ),
+    "convnextv2-tiny": _image_classifier("ConvNextV2"),
+    "segformer-b0": _image_classifier("Segformer"),
+    "swinv2-tiny": _image_classifier("Swinv2"),
+    "distilbert": _language_model("DistilBertModel", 128),
+    "gpt2": _language_model("GPT2LMHeadModel", 64, use_cache=False),
+    "gemma-8-layers": _language_model("GemmaForCausalLM", 64, **_GEMMA),
+}
+
+
 def randomise_statistics(model: nn.Module) -> None:
     """A fresh batch norm is the identity, which would flatter whoever folds it."""
     for module in model.modules():
@@ -275,7 +305,7 @@ def blocks(calls: dict[str, Call], rounds: int, pause: float, seconds: float) ->
 def columns(name: str, batch: int, dtype: str, chosen: set[str] | None) -> tuple[dict[str, Call], dict[str, Any]]:
     torch.manual_seed(0)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="regraft-inductor-")  # nothing from an earlier run
-    model, kwargs = MODELS[name](batch)
+    model, kwargs = {**MODELS, **OTHERS}[name](batch)
     randomise_statistics(model)
     model.eval()
     half = dtype == "bfloat16"
@@ -357,7 +387,7 @@ def _mean(ratios: list[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=[*MODELS, *OTHERS])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--columns", nargs="+", help="only these")
