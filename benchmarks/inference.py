@@ -123,7 +123,7 @@ def _language_model(name: str, length: int, **config: Any) -> Callable[[int], tu
 _GEMMA = {"hidden_size": 768, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 1}
 _GEMMA |= {"head_dim": 96, "intermediate_size": 3072, "vocab_size": 32000, "use_cache": False}
 
-# Others, which regraft was not made faster on one by one; only where they are asked for by name.
+# Others, which run only where they are asked for by name.
 OTHERS: dict[str, Callable[[int], tuple[nn.Module, dict[str, Any]]]] = {
     "resnet18": _image_classifier(
         "ResNet", layer_type="basic", depths=[2, 2, 2, 2], hidden_sizes=[64, 128, 256, 512], embedding_size=64
