@@ -517,6 +517,15 @@ def heads_of_a_token(x: Tensor) -> Tensor:
     return x[:1, :1, :1].reshape(1, 1, 5, 2).transpose(1, 2)
 
 
+@pytest.mark.parametrize("length", [17, 5])
+def test_keys_whose_batch_of_one_is_their_second_axis(length: int) -> None:
+    """As in XLNet. Once compiled rightly for these sizes it would stay right, so no other test has them."""
+    gm = symbolic_trace(Of(lambda x: x.permute(1, 2, 0, 3) @ (x * 2).permute(1, 2, 0, 3).mT))
+    x = torch.randn(length, 1, 3, 9)
+    (found,) = built(gm, x)([x])
+    torch.testing.assert_close(found, gm(x))
+
+
 @pytest.mark.parametrize(
     "function",
     [

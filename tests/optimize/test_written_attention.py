@@ -453,3 +453,15 @@ def test_no_batch_at_all() -> None:
 @torch.no_grad()
 def test_a_mask_that_may_be_none() -> None:
     assert not Forms(symbolic_trace(Attention()), inputs()).known.attentions
+
+
+class OfSecondAxis(nn.Module):
+    def forward(self, x: Tensor, mask: None = None) -> Tensor:
+        q, k, v = (part.permute(1, 2, 0, 3) for part in (x, x * 2, x.tanh()))
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def test_a_batch_of_one_may_be_the_second_axis() -> None:
+    x = torch.randn(7, 1, 5, 6)
+    run, _ = written(OfSecondAxis(), [x])
+    torch.testing.assert_close(run([x]), OfSecondAxis()(x))

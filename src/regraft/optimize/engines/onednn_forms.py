@@ -17,6 +17,8 @@ from regraft.optimize.engines.onednn_layouts import (
     Images,
     anew,
     as_reshape,
+    begins_oddly,
+    begun_anew,
     dense,
     is_view,
     lies_oddly,
@@ -83,7 +85,7 @@ class Forms(nn.Module):
         self.images = values.images
         self.known = values
         self.larger = {node: values.to_enlarge(node) for node in gm.graph.nodes if called(node, gm) in _BROADCASTING}
-        self.larger |= {node: values.to_gather(node) for node in gm.graph.nodes if called(node, gm) in PRODUCTS}
+        self.larger |= {node: values.to_gather(node) for node in values.products}
         constants = {(a, form) for larger in self.larger.values() for a, form in larger.items() if a in values.steady}
         self.places = {constant: place for place, constant in enumerate(constants)}
         self.beside = [dense(values.steady[node], *form) for node, form in self.places]
@@ -116,6 +118,7 @@ class _Values(Images):
         forms: The size of each tensor, and the order of its axes.
         odd: The tensors that lie oddly.
         rows: The products of a single row.
+        products: The matrix products.
         scattered: The tensors in which the elements of no row, and of no column, lie side by side.
         viewed: The tensors that are looked at anew.
         steady: The tensors that depend on sizes and weights alone, as they are in the sample.
@@ -132,6 +135,7 @@ class _Values(Images):
         self.forms: dict[Node, Form] = {}
         self.odd: set[Node] = set()
         self.rows: set[Node] = set()
+        self.products = {node for node in gm.graph.nodes if called(node, gm) in PRODUCTS}
         self.scattered: set[Node] = set()
         self.viewed: set[Node] = set()
         self.steady: dict[Node, Tensor] = {}
@@ -180,7 +184,7 @@ class _Values(Images):
         pixel = result.ndim == 4 and result.shape[2:].numel() == 1  # of which a sum and a product have no fast kernel
         if n in self._apart or steps_oddly(result) or (pixel and is_factor(n, self.gm)):
             self.viewed.add(n)
-        if name in PRODUCTS and result.shape[-2:-1].numel() == 1:
+        if n in self.products and result.shape[-2:-1].numel() == 1:
             self.rows.add(n)
             if name in _ADDING and n.all_input_nodes[0] not in self._same:
                 raise ValueError(f"{n.name} adds a product of one row to what is computed")
@@ -264,7 +268,9 @@ class _Run(Images):
     def given(self, n: Node, argument: Node) -> Any:
         form = self._forms.larger.get(n, {}).get(argument)
         if form is None:
-            return super().given(n, argument)
+            value = super().given(n, argument)
+            matrix = n in self._known.products and isinstance(value, Tensor)
+            return begun_anew(value) if matrix and begins_oddly(value) else value
         place = self._forms.places.get((argument, form))
         return dense(self.env[argument], *form) if place is None else self._beside[place]
 

@@ -130,6 +130,31 @@ def anew(tensor: Tensor) -> Tensor:
     return tensor.squeeze(0).movedim(0, 2).unsqueeze(0).movedim(3, 1)
 
 
+def begins_oddly(tensor: Tensor) -> bool:
+    """Whether the first axis has one element, and a step that is shorter than the way through all the others.
+
+    oneDNN Graph takes the second matrix of a product for another one then: the keys of a sequence whose batch is its
+    second axis.
+
+    Args:
+        tensor: The tensor.
+    """
+    others = (size * step for size, step in zip(tensor.shape[1:], tensor.stride()[1:]))
+    return tensor.ndim > 3 and tensor.shape[0] == 1 and tensor.stride(0) < max(others)
+
+
+def begun_anew(tensor: Tensor) -> Tensor:
+    """The same memory, with a first axis of one element that steps over all of it.
+
+    Args:
+        tensor: The tensor.
+    """
+    inner = tensor.squeeze(0)
+    axes = order(inner)
+    back = sorted(range(inner.ndim), key=axes.__getitem__)
+    return inner.permute(axes).unsqueeze(0).permute(0, *(axis + 1 for axis in back))
+
+
 def steps_oddly(tensor: Tensor) -> bool:
     """Whether it is an image by itself in its batch, with its channels last, and torch cannot see that.
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from regraft.core.vocabulary import Call
-from regraft.optimize.engines.onednn_layouts import anew
+from regraft.optimize.engines.onednn_layouts import anew, begins_oddly, begun_anew
 
 _AT_ONCE = 1 << 22
 """So many scores at a time, 16 MB of them: more would leave the caches between one product and the next."""
@@ -152,7 +152,8 @@ class WrittenAttention:
             mask: What `prepared` gave, in that type.
             dtype: The type to compute in.
         """
-        query, key, value = (env[self.call[name]].to(dtype) for name in ("input", "key", "value"))
+        given = (env[self.call[name]].to(dtype) for name in ("input", "key", "value"))
+        query, key, value = (begun_anew(tensor) if begins_oddly(tensor) else tensor for tensor in given)
         heads, scale = self.sizes[1], self.scale
         if scale == 1:  # a product with 1 is left out, and what oneDNN Graph compiles as attention has a scale
             query, scale = query * 0.5, 2.0
