@@ -312,6 +312,12 @@ def test_a_norm_before_a_convolution_that_pads_with_zeros(padding, form):
     check_refused(rg.FoldBatchNorm(), net, (X,), form, "pads with zeros")
 
 
+def test_a_norm_before_a_convolution_that_pads_by_what_is_computed():
+    norm, weight = nn.BatchNorm2d(3), nn.Parameter(torch.randn(4, 3, 3, 3))
+    net = Wrap(lambda self, x: F.conv2d(self.norm(x), self.w, padding=x.shape[0]), norm=norm, w=weight)
+    check_refused(rg.FoldBatchNorm(), randomise(net).eval(), (X,), "fx", "pads with zeros")
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_norm_before_a_transposed_convolution(form):
     net = randomise(nn.Sequential(nn.BatchNorm2d(3), nn.ConvTranspose2d(3, 4, 3))).eval()

@@ -257,7 +257,8 @@ def _unpadded(layer: Call, weight: Tensor) -> Answer:
     """A norm before a convolution shifts its padding too, unless the padding is made of the input."""
     if layer.operation is TRANSPOSED_CONV:
         return f"{layer.where} is a transposed convolution: the shift of a norm before it is not constant at the border"
-    none = not any(map(any, padded_ends(layer["padding"], weight.shape[2:], layer["dilation"])))
+    computed = isinstance(layer["padding"], Node) or isinstance(layer["dilation"], Node)
+    none = not computed and not any(map(any, padded_ends(layer["padding"], weight.shape[2:], layer["dilation"])))
     mode = getattr(layer.module, "padding_mode", "zeros")
     return that(none or mode != "zeros", f"{layer.where} pads with zeros, which the norm before it does not shift")
 
