@@ -151,6 +151,29 @@ def test_who_is_looking_on_at_a_call() -> None:
     assert isinstance(torch._C._get_mkldnn_enabled(), bool)
 
 
+def test_numbers_of_dictionaries() -> None:
+    assert torch_private.dict_version is torch._C._dynamo.guards.dict_version  # and not what stands for it
+    layer = nn.Linear(2, 2)
+    for table, change in (
+        (vars(layer), lambda: setattr(layer, "in_features", 3)),
+        (vars(layer), layer.train if not layer.training else layer.eval),
+        (layer._parameters, lambda: setattr(layer, "weight", nn.Parameter(torch.ones(2, 2)))),
+        (layer._parameters, lambda: delattr(layer, "bias")),
+    ):
+        before = torch_private.dict_version(table)
+        assert torch_private.dict_version(table) == before
+        change()
+        assert torch_private.dict_version(table) != before
+
+
+def test_numbers_of_dictionaries_that_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in (id, len, lambda table: 0, lambda table: object()):
+        assert not torch_private._counts(version)
+    monkeypatch.delattr(torch._C._dynamo.guards, "dict_version")
+    version, table = torch_private._dict_version(), {"a": 1}
+    assert version(table) != version(table)
+
+
 def test_keywords_in_export() -> None:
     class Keywords(nn.Module):
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

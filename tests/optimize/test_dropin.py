@@ -15,7 +15,7 @@ from models import Heads, bert, heads, ids, image
 from torch import nn
 
 import regraft as rg
-from regraft.dropin import grafts_of
+from regraft.dropin import grafts_of, watch
 from regraft.dropin.model import dropin_class
 from regraft.dropin.watch import Watch
 from regraft.optimize import Optimized, optimize
@@ -190,8 +190,15 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
+@pytest.fixture(params=["numbered", "not numbered"])
+def tables(request, monkeypatch) -> None:
+    """With torch's numbers of what was done to a dictionary, and as if there were none."""
+    if request.param == "not numbered":
+        monkeypatch.setattr(watch, "dict_version", lambda table: object())
+
+
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_changed_model_computes_what_it_now_is(change) -> None:
+def test_a_changed_model_computes_what_it_now_is(change, tables) -> None:
     model = Adjusted(heads()).eval()
     result = optimize(model, (image(),), transformations=[*EXACT, rg.RemoveDeadWork()], keep="all", seconds=0.01)
     model = copy.deepcopy(model)
@@ -204,11 +211,18 @@ def test_a_changed_model_computes_what_it_now_is(change) -> None:
     check(model, result.model, False, image())
 
 
-def test_attributes_that_are_what_they_were_leave_the_graph(pair) -> None:
+def test_attributes_that_are_what_they_were_leave_the_graph(pair, tables) -> None:
     model, dropin = pair
     dropin.norm.eps = float(str(dropin.norm.eps))  # another object
     dropin.conv.stride = tuple(map(int, dropin.conv.stride))
     dropin.remark = "seen"
+    check(model, dropin, True, image())
+
+
+def test_modules_that_nobody_has_written_to_are_not_looked_at_again(pair, monkeypatch) -> None:
+    model, dropin = pair
+    check(model, dropin, True, image())
+    monkeypatch.setattr(Watch, "_written", lambda self, versions: pytest.fail("it looked"))
     check(model, dropin, True, image())
 
 

@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -82,6 +83,28 @@ def expression_source(expr: Any) -> str:
 def symbolic_expression(size: Any) -> Any:
     """The expression of a symbolic size, or the number itself where it is none."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def _counts(version: Callable[[dict[str, Any]], Any]) -> bool:
+    """Whether a function tells the states of a dictionary apart, and finds one that nobody wrote to the same."""
+    table = vars(SimpleNamespace(first=0))
+    states = [version(table), version(table)]
+    for change in (lambda: table.update(first=1), lambda: table.update(second=0), lambda: table.pop("first")):
+        change()
+        states.append(version(table))
+    return len(set(states)) == 4
+
+
+def _dict_version() -> Callable[[dict[Any, Any]], Any]:
+    version = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "dict_version", None)
+    return version if callable(version) and _counts(version) else lambda _: object()
+
+
+dict_version = _dict_version()
+"""A number that a dictionary has until something in it is set or removed, by which torch's compiler watches modules.
+
+Without it each question gets another answer, as if the dictionary had been written to.
+"""
 
 
 def transforms_functions(target: Any) -> bool:

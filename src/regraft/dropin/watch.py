@@ -5,16 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from itertools import chain, starmap
-from operator import attrgetter, call, is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from regraft.capture.torch_private import dict_version
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")  # where gradients are recorded no graph runs
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_ANY = "_parameters"  # which every module has: with one name alone, itemgetter gives no tuple
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, Tensor)
 _training = itemgetter("training")
 _version = attrgetter("_version")
@@ -115,11 +116,9 @@ class Watch:
         self._parameters = list(memory["parameters"].values())
         self._tables = [table for table, _ in memory["tables"].values()]
         self._contents = [value for _, values in memory["tables"].values() for value in values]
-        attributes = memory["attributes"].values()
-        self._dicts = [vars(m) for m, _, _ in attributes]
-        self._dict_sizes = [len(names) for _, names, _ in attributes]
-        self._getters = [itemgetter(_ANY, *seen) for _, _, seen in attributes]
-        self._attributes = [value for m, _, seen in attributes for value in (vars(m)[_ANY], *seen.values())]
+        self._dicts = [*self._states, *self._tables]
+        self._dict_versions: list[Any] = [None] * len(self._dicts)  # none of them has been looked at
+        self._trains = False
         self._hooks = list(memory["hooks"].values())
         self._hook_counts = [count for _, count in memory["hooks"]]
         self._removable = [each for each in self._hooks if each]
@@ -140,10 +139,12 @@ class Watch:
 
     def change(self) -> str | None:
         """What has changed since, as the end of a sentence; None where nothing has."""
-        if not all(map(is_, chain.from_iterable(map(dict.values, self._tables)), self._contents)):
-            return "a module or a weight of it was replaced"
-        if not self._has_its_attributes():
-            return "an attribute of it was set"
+        versions = list(map(dict_version, self._dicts))
+        if versions != self._dict_versions:
+            reason = self._written(versions)
+            if reason is not None:
+                return reason
+            self._dict_versions = versions  # as they were before anybody looked
         if list(map(_version, self._read)) != self._versions:
             return "weights of it were written to"
         if not all(map(is_, map(_dtype, self._tensors), self._dtypes)):
@@ -152,23 +153,21 @@ class Watch:
             return "weights of it were given other memory"
         return None
 
-    def _has_its_attributes(self) -> bool:
-        try:
-            found = chain.from_iterable(map(call, self._getters, self._dicts))
-            if all(map(is_, found, self._attributes)) and list(map(len, self._dicts)) == self._dict_sizes:
-                return True
-        except KeyError:
-            return False
-        if not all(starmap(_has, self.memory["attributes"].values())):
-            return False
-        self._attributes = list(chain.from_iterable(map(call, self._getters, self._dicts)))  # equal, but other objects
-        self._dict_sizes = list(map(len, self._dicts))
-        return True
+    def _written(self, versions: list[Any]) -> str | None:
+        """What has changed in modules of which something was set or removed."""
+        if not all(map(is_, chain.from_iterable(map(dict.values, self._tables)), self._contents)):
+            return "a module or a weight of it was replaced"
+        written = {id(d) for d, new, old in zip(self._dicts, versions, self._dict_versions) if new != old}
+        attributes = (each for each in self.memory["attributes"].values() if id(vars(each[0])) in written)
+        if not all(starmap(_has, attributes)):
+            return "an attribute of it was set"
+        self._trains = self.training
+        return None
 
     @property
     def untouched(self) -> bool:
         """Whether nothing has changed, no module is in training mode, and none has another number of hooks."""
-        return not self.training and not self.hooked and self.change() is None
+        return not self.hooked and self.change() is None and not self._trains
 
     @property
     def configured(self) -> bool:
