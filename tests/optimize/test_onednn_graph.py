@@ -513,6 +513,49 @@ def test_both_sides_become_apart() -> None:
     assert torch.equal(result_of(forms, x), gm(x))
 
 
+def gate(x: Tensor) -> Tensor:
+    return F.conv2d(x.mean((2, 3), keepdim=True), weight(6, 6, 1, 1)).sigmoid() + 0.1
+
+
+SCALED: list[tuple[Function, int]] = [
+    (lambda x: x.relu() * gate(x), 1),
+    (lambda x: gate(x) * F.conv2d(x, weight(6, 6, 1, 1), W6), 1),
+    (lambda x: F.conv2d(x.tanh() / gate(x), weight(6, 6, 1, 1)) + x, 1),
+    (lambda x: F.conv2d(x, weight(6, 6, 1, 1)).mul_(gate(x)) * gate(x * 2), 2),
+    (lambda x: F.conv2d(x, weight(6, 6, 1, 1)) * weight(2, 6, 1, 1), 0),  # which a kernel takes in
+    (lambda x: x * gate(x)[:1], 0),
+    (lambda x: x * gate(x)[:, :1], 0),
+    (lambda x: x + gate(x), 0),
+    (lambda x: gate(x) * gate(x + 1), 0),
+    (lambda x: gate(x) * 2, 0),
+]
+
+
+@pytest.mark.parametrize(("function", "number"), SCALED)
+def test_an_image_times_a_number_for_each_channel(function: Function, number: int) -> None:
+    module, x = Of(function), torch.randn(SIZE)
+    forms = Forms(symbolic_trace(module), [weight(*SIZE)])
+    assert len(forms.known.scaled) == number
+    assert not any(forms.larger.get(node) for node in forms.known.scaled)
+    apart = {other for node in forms.known.scaled for other in (node, *node.all_input_nodes)}
+    assert apart <= forms.known.viewed  # a kernel that took it in would read beyond the numbers
+    (found,) = built(module, weight(*SIZE))([x])
+    torch.testing.assert_close(found, module(x), rtol=0, atol=1e-5 * float(module(x).abs().max()))
+
+
+def test_an_image_of_which_others_see_what_is_written_is_not_taken_out() -> None:
+    def function(x: Tensor) -> Tensor:
+        y = x.tanh()
+        part = y[:, :3]
+        part.mul_(part.mean((2, 3), keepdim=True))
+        return y
+
+    x = weight(*SIZE)
+    forms = Forms(symbolic_trace(Of(function)), [x])
+    assert not forms.known.scaled
+    torch.testing.assert_close(result_of(forms, x), function(x))
+
+
 def heads_of_a_token(x: Tensor) -> Tensor:
     return x[:1, :1, :1].reshape(1, 1, 5, 2).transpose(1, 2)
 

@@ -84,7 +84,8 @@ class Forms(nn.Module):
         values.run(*sample)
         self.images = values.images
         self.known = values
-        self.larger = {node: values.to_enlarge(node) for node in gm.graph.nodes if called(node, gm) in _BROADCASTING}
+        fused = (node for node in gm.graph.nodes if called(node, gm) in _BROADCASTING and node not in values.scaled)
+        self.larger = {node: values.to_enlarge(node) for node in fused}
         self.larger |= {node: values.to_gather(node) for node in values.products}
         constants = {(a, form) for larger in self.larger.values() for a, form in larger.items() if a in values.steady}
         self.places = {constant: place for place, constant in enumerate(constants)}
@@ -119,6 +120,7 @@ class _Values(Images):
         odd: The tensors that lie oddly.
         rows: The products of a single row.
         products: The matrix products.
+        scaled: The images that are multiplied with a number for each channel.
         scattered: The tensors in which the elements of no row, and of no column, lie side by side.
         viewed: The tensors that are looked at anew.
         steady: The tensors that depend on sizes and weights alone, as they are in the sample.
@@ -136,6 +138,7 @@ class _Values(Images):
         self.odd: set[Node] = set()
         self.rows: set[Node] = set()
         self.products = {node for node in gm.graph.nodes if called(node, gm) in PRODUCTS}
+        self.scaled: set[Node] = set()
         self.scattered: set[Node] = set()
         self.viewed: set[Node] = set()
         self.steady: dict[Node, Tensor] = {}
@@ -184,6 +187,9 @@ class _Values(Images):
         pixel = result.ndim == 4 and result.shape[2:].numel() == 1  # of which a sum and a product have no fast kernel
         if n in self._apart or steps_oddly(result) or (pixel and is_factor(n, self.gm)):
             self.viewed.add(n)
+        if self._is_scaled(n, result):  # by torch, which needs no copy of the image's size, if nothing is fused with it
+            self.scaled.add(n)
+            self.viewed.update((n, *n.all_input_nodes))
         if n in self.products and result.shape[-2:-1].numel() == 1:
             self.rows.add(n)
             if name in _ADDING and n.all_input_nodes[0] not in self._same:
@@ -194,6 +200,16 @@ class _Values(Images):
             self.respelled[n] = other
         if call is not None and call.operation is ATTENTION:
             self._note_attention(n, call)
+
+    def _is_scaled(self, n: Node, result: Tensor) -> bool:
+        if self._writes(n) or not is_factor(n, self.gm) or result.ndim != 4:
+            return False
+        sizes = [self.forms[a][0] for a in n.all_input_nodes if a in self.forms and a not in self.steady]
+        pixels = torch.Size((*result.shape[:2], 1, 1))
+        return pixels != result.shape and sorted(sizes) == sorted((pixels, result.shape))
+
+    def _writes(self, n: Node) -> bool:
+        return called(n, self.gm) in _IN_PLACE and n not in self.renewing
 
     def _note_attention(self, n: Node, call: Call) -> None:
         written = WrittenAttention.of(call, self.env)
@@ -211,8 +227,7 @@ class _Values(Images):
         if form is None or not given:
             return {}
         several, twice = len(given) > 1, self._twice.get(node, ())
-        writing = called(node, self.module) in _IN_PLACE and node not in self.renewing
-        if writing:  # what is written to has to stay what it is
+        if self._writes(node):  # what is written to has to stay what it is
             del given[0]
         found: dict[Node, Form] = {}
         for a in given:
