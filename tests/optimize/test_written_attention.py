@@ -379,6 +379,15 @@ def test_further_off_than_chance_makes(found: list[float], right: bool) -> None:
     assert onednn_graph._no_further([exact, error], [exact, exact + 1], [exact, exact]) == right
 
 
+@pytest.mark.parametrize(("off", "right"), [(0.0, True), (0.28, True), (0.3, False), (1.0, False), (math.nan, False)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_less_than_a_rounding_of_the_result_is_nothing(dtype: torch.dtype, off: float, right: bool) -> None:
+    exact, places = torch.full((10_000,), 1.0, dtype=dtype), torch.arange(10_000)
+    wrong = places < 10_000 * off**2  # each of these by one rounding: in all, by that part of one
+    found = torch.where(wrong, exact * (1 - torch.finfo(dtype).eps), exact) + (math.nan if math.isnan(off) else 0)
+    assert onednn_graph._no_further([found], [exact], [exact]) == right
+
+
 @torch.no_grad()
 def test_in_float32_there_is_nothing_to_round(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []

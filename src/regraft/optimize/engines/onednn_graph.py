@@ -96,12 +96,14 @@ def _is_faster(
 def _no_further(found: Sequence[Tensor], usual: Sequence[Tensor], exact: Sequence[Tensor]) -> bool:
     """Whether results are as near to more exact ones as the usual results are, but for what chance may do.
 
-    The errors of two programs that round equally often have the same size on average; of few numbers not by much.
+    The errors of two programs that round equally often have the same size on average; of few numbers not by much. What
+    is less than one rounding of the results themselves is no error, also where the usual results are the exact ones.
     """
     for ours, theirs, true in zip(found, usual, exact, strict=True):
         if true.is_floating_point() and true.numel():
-            error, allowed = ((tensor.double() - true.double()).norm() for tensor in (ours, theirs))
-            if not error <= (1.25 + 3 / math.sqrt(true.numel())) * allowed:
+            error, usually = ((tensor.double() - true.double()).norm() for tensor in (ours, theirs))
+            rounding = torch.finfo(true.dtype).eps / math.sqrt(12) * true.double().norm()
+            if not error <= max((1.25 + 3 / math.sqrt(true.numel())) * usually, rounding):
                 return False
     return True
 
