@@ -58,7 +58,7 @@ def optimize(
         seconds: How long to measure each step. Where twelve pairs of calls take longer, steps are measured together.
         frozen: Your promise that neither the result nor `model` is changed from now on. By default each call looks
             whether a weight was written to, a layer replaced, an attribute set or a hook registered, and the original
-            runs then; that costs a microsecond or two for each layer and weight. With the promise only `train()`,
+            runs then; that costs about a microsecond for each layer and weight. With the promise only `train()`,
             `load_state_dict()`, `to()` and the like of the result itself are noticed.
 
     Returns:
