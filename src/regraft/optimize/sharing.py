@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from regraft.core.history import history
+from regraft.core.journal import Journal
 from regraft.core.weights import same_bits
 
 
@@ -22,10 +23,14 @@ def share_weights(first: GraphModule, second: GraphModule) -> None:
     if first is second:
         return
     made = {key: tensor for key, _, _, tensor in _made(first)}
+    shared: dict[int, tuple[Any, Any]] = {}
     for key, table, name, tensor in _made(second):
         other = made.get(key)
         if other is not None and other is not tensor and same_bits(other, tensor):
             table[name] = other
+            shared[id(tensor)] = tensor, other
+    journal = Journal.of(second)  # what a step has put into the graph itself is taken back only where it is still there
+    journal.steps = [step.standing_in(shared) for step in journal.steps]
 
 
 def weights_made(gm: GraphModule) -> Iterator[Tensor]:
