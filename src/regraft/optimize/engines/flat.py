@@ -76,10 +76,7 @@ class Flat:
         Args:
             results: The tensors, in order.
         """
-        tensors = (
-            result if layout is None else result.contiguous(memory_format=layout)
-            for result, layout in zip(results, self._layouts)
-        )
+        tensors = map(_laid, results, self._layouts)
         leaves = [next(tensors) if constant is None else constant[0] for constant in self._constants]
         return self._build(leaves)
 
@@ -176,10 +173,20 @@ class Engine:
         return type(self._gm).forward is self._forward
 
 
-def _layout(tensor: Tensor) -> torch.memory_format | None:
-    """In which order of its axes a tensor is contiguous; None where it is in neither that torch has names for."""
+def _layout(tensor: Tensor) -> torch.memory_format | tuple[int, ...] | None:
+    """How a tensor lies: contiguous, in that order of its axes if torch has no name for it, or None for neither."""
     layout = layout_of(tensor)
-    return layout if tensor.is_contiguous(memory_format=layout) else None
+    if tensor.is_contiguous(memory_format=layout):
+        return layout
+    axes = tuple(sorted(range(tensor.ndim), key=tensor.stride().__getitem__, reverse=True))
+    return axes if tensor.permute(axes).is_contiguous() else None
+
+
+def _laid(result: Tensor, layout: torch.memory_format | tuple[int, ...] | None) -> Tensor:
+    """A result that lies as the graph's own did, and is copied only if it does not."""
+    if not isinstance(layout, tuple):
+        return result if layout is None else result.contiguous(memory_format=layout)
+    return result.permute(layout).contiguous().permute(sorted(layout, key=layout.__getitem__))
 
 
 def _of_others(gm: GraphModule) -> nn.Module:

@@ -159,6 +159,7 @@ class _Values(Images):
             self.respelled[n] = partial(as_reshape, n)
             result = self.respelled[n](self.env)
         if isinstance(result, Tensor):
+            result = result if self._writes(n) else self.in_rows(n, result)
             self._note(n, result)
         if n.op == "output":
             kept = {id(self.env[node]) for node in n.all_input_nodes if node in self.steady}

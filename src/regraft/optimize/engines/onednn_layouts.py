@@ -17,18 +17,19 @@ from regraft.optimize.engines.onednn_fusions import called
 from regraft.optimize.engines.onednn_in_place import out_of_place
 
 _VIEWS = {"view", "_unsafe_view", "view_as"}
+_SUMS = {"add", "add_", "iadd"}
 _CONVOLUTIONS = {"conv2d", "conv_transpose2d", "convtranspose2d"}
 
 
 class Images(Interpreter):
-    """Runs a graph with images whose channels lie last, as oneDNN's convolutions have them.
+    """Runs a graph with images whose channels lie last, as oneDNN's convolutions have them, and sequences whose do.
 
     What a kernel gives to torch lies as it does in the trace. With the channels first each image is reordered there and
     back, and a kernel that is given images of both kinds is far slower than torch.
 
     Args:
-        gm: The graph. Where it reads strides, or has layers that may do so, images stay as they are; and where it
-            writes into what others may see, since what is a view there may be a copy here.
+        gm: The graph. Where it reads strides, or has layers that may do so, tensors lie as they do in the graph; and
+            where it writes into what others may see, since what is a view there may be a copy here.
         images: Whether there are to be such images.
 
     Attributes:
@@ -41,7 +42,8 @@ class Images(Interpreter):
         self._convolutions: dict[Node, Node] = {}
         self.out_of_place = out_of_place(gm)
         self.writes = any(node not in self.out_of_place for node in mutating_nodes(gm))
-        if images and not self.writes and not any(_reads_strides(node, gm) for node in gm.graph.nodes):
+        self._bound = self.writes or any(_reads_strides(node, gm) for node in gm.graph.nodes)
+        if images and not self._bound:
             nodes = (node for node in gm.graph.nodes if called(node, gm) in _CONVOLUTIONS)
             self._convolutions = {node: node.all_input_nodes[0] for node in nodes}
 
@@ -65,6 +67,19 @@ class Images(Interpreter):
         if self._convolutions.get(n) is not argument or value.ndim != 4:
             return value
         return value.contiguous(memory_format=torch.channels_last)
+
+    def in_rows(self, n: Node, result: Tensor) -> Tensor:
+        """What a sum of sequences gives, with the features of a token side by side, as linear layers have them.
+
+        After a convolution over time, as in Whisper, they are not; nor would they be in any sum down to the last layer,
+        and what the layers give would be transposed for each.
+
+        Args:
+            n: The sum.
+            result: Its result.
+        """
+        apart = called(n, self.module) in _SUMS and result.ndim == 3 and order(result) != (0, 1, 2)
+        return result.contiguous() if apart and not self._bound else result
 
 
 def is_view(node: Node) -> bool:
