@@ -145,16 +145,28 @@ def test_a_layer_of_which_nothing_is_known_stays() -> None:
     assert not found(GraphModule(net, Leaf().trace(net)))
 
 
-def test_a_result_of_another_type_or_size_is_written() -> None:
-    for function in (
-        lambda x: conv(x).bfloat16().add(1).add_(x).float(),
-        lambda x: (conv(x) * 2).unsqueeze_(0),
-    ):
-        gm = symbolic_trace(Of(function))
-        assert found(gm)
-        forms = Forms(gm, [X])
-        assert not forms.known.renewing
-        torch.testing.assert_close(forms(X, *forms.beside)[0], gm(X))
+def test_a_result_of_another_size_is_written() -> None:
+    gm = symbolic_trace(Of(lambda x: (conv(x) * 2).unsqueeze_(0)))
+    assert found(gm)
+    forms = Forms(gm, [X])
+    assert not forms.known.renewing
+    torch.testing.assert_close(forms(X, *forms.beside)[0], gm(X))
+
+
+@pytest.mark.parametrize("later", [lambda x: x, torch.exp, lambda x: x.float()])
+def test_a_result_of_another_type_gets_the_type_of_what_would_be_written(later) -> None:
+    gm = symbolic_trace(Of(lambda x: later(conv(x).bfloat16().add(1).add_(x))))
+    assert len(Forms(gm, [X]).known.renewing) == 1
+    run = built(gm, X)
+    for _ in range(2):
+        torch.testing.assert_close(run([X])[0], gm(X))
+
+
+def test_a_constant_of_another_type_gets_it_too() -> None:
+    gm = symbolic_trace(Of(lambda x: x.bfloat16() + torch.zeros(x.shape[1:], dtype=torch.bfloat16).add_(X[0])))
+    steady = Forms(gm, [X]).known.steady
+    assert {node.name: tensor.dtype for node, tensor in steady.items()}["add_"] == torch.bfloat16
+    torch.testing.assert_close(built(gm, X)([X])[0], gm(X))
 
 
 LATER: dict[str, Callable[[Tensor], Any]] = {

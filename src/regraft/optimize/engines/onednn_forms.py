@@ -159,7 +159,7 @@ class _Values(Images):
             self.respelled[n] = partial(as_reshape, n)
             result = self.respelled[n](self.env)
         if isinstance(result, Tensor):
-            result = result if self._writes(n) else self.in_rows(n, result)
+            result = self.in_rows(n, result)
             self._note(n, result)
         if n.op == "output":
             kept = {id(self.env[node]) for node in n.all_input_nodes if node in self.steady}
@@ -167,14 +167,15 @@ class _Values(Images):
         return result
 
     def _renewed(self, n: Node) -> Any:
-        """What a node gives, in memory of its own if that is of the size and type of what it would write to."""
+        """What a node gives, in memory of its own if that is of the size of what it would write to; of its type."""
         written, instead = self.out_of_place[n]
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        result, before = instead(*args, **kwargs), self.env[written]
-        if (result.shape, result.dtype) != (before.shape, before.dtype):
+        dtype, size = self.env[written].dtype, self.env[written].shape
+        result = instead(*args, **kwargs)
+        if result.shape != size:
             return super().run_node(n)
-        self.renewing[n] = instead
-        return result
+        self.renewing[n] = instead if result.dtype == dtype else lambda *a, **k: instead(*a, **k).to(dtype)
+        return result.to(dtype)
 
     def _note(self, n: Node, result: Tensor) -> None:
         self.forms[n] = result.shape, order(result)
