@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from regraft.core.vocabulary import ATTENTION, Call, attribute, read
+from regraft.optimize.engines.onednn_columns import of_columns_read
 from regraft.optimize.engines.onednn_fusions import PRODUCTS, called, is_factor, kept_apart, overwritten, read_twice
 from regraft.optimize.engines.onednn_layouts import (
     Images,
@@ -200,6 +201,7 @@ class _Values(Images):
         other = respelled(n, name, call, result, self.env, self.steady)
         if other is not None:
             self.respelled[n] = other
+        self.respelled |= of_columns_read(n, self.gm, self.steady)
         if call is not None and call.operation is ATTENTION:
             self._note_attention(n, call)
 
