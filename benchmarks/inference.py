@@ -120,6 +120,20 @@ def _language_model(name: str, length: int, **config: Any) -> Callable[[int], tu
     return make
 
 
+_DEBERTA = {
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "vocab_size": 128100,
+    "type_vocab_size": 0,
+    "relative_attention": True,
+    "position_buckets": 256,
+    "pos_att_type": ["p2c", "c2p"],
+    "position_biased_input": False,
+    "norm_rel_ebd": "layer_norm",
+    "share_att_key": True,
+}
 _GEMMA = {"hidden_size": 768, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 1}
 _GEMMA |= {"head_dim": 96, "intermediate_size": 3072, "vocab_size": 32000, "use_cache": False}
 
@@ -135,6 +149,7 @@ OTHERS: dict[str, Callable[[int], tuple[nn.Module, dict[str, Any]]]] = {
     "segformer-b0": _image_classifier("Segformer"),
     "swinv2-tiny": _image_classifier("Swinv2"),
     "distilbert": _language_model("DistilBertModel", 128),
+    "deberta-v3": _language_model("DebertaV2Model", 128, **_DEBERTA),
     "gpt2": _language_model("GPT2LMHeadModel", 64, use_cache=False),
     "gemma-8-layers": _language_model("GemmaForCausalLM", 64, **_GEMMA),
 }
