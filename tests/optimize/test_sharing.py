@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 import regraft as rg
 from helpers import randomise
+from regraft.core.journal import Journal
 from regraft.optimize.sharing import share_weights, weights_made
 
 X = torch.randn(3, 6)
@@ -52,3 +53,10 @@ def test_what_differs_is_not_shared() -> None:
             tensor.mul_(2)
     share_weights(first, second)
     assert {id(t) for t in weights_made(first)}.isdisjoint(map(id, weights_made(second)))
+
+
+def test_a_graph_without_steps_gets_no_history() -> None:
+    model = randomise(Net()).eval()
+    first, second = graphs(model)[0], rg.trace(model, (X,))
+    share_weights(first, second)
+    assert Journal.KEY not in second.meta

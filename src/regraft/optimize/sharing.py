@@ -29,8 +29,9 @@ def share_weights(first: GraphModule, second: GraphModule) -> None:
         if other is not None and other is not tensor and same_bits(other, tensor):
             table[name] = other
             shared[id(tensor)] = tensor, other
-    journal = Journal.of(second)  # what a step has put into the graph itself is taken back only where it is still there
-    journal.steps = [step.standing_in(shared) for step in journal.steps]
+    if shared:  # what a step has put into the graph itself is taken back only where it is still there
+        journal = Journal.of(second)
+        journal.steps = [step.standing_in(shared) for step in journal.steps]
 
 
 def weights_made(gm: GraphModule) -> Iterator[Tensor]:
