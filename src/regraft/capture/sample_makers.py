@@ -108,6 +108,8 @@ def _waves(maker: SampleMaker) -> torch.Tensor:
     bins, length = getattr(maker.model.config, "num_mel_bins", None), getattr(maker.model.config, "max_length", None)
     if isinstance(bins, int) and getattr(maker.model.config, "patch_size", None) is not None:
         return maker.floats((maker.batch, int(length or 1024), bins))  # a spectrogram that is looked at as an image
+    if isinstance(getattr(maker.model.config, "codebook_size", None), int):  # a codec, whose waves have channels
+        return maker.floats((maker.batch, maker.setting("audio_channels", default=1), SAMPLES))
     return maker.floats((maker.batch, SAMPLES))
 
 
