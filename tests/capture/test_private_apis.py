@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -304,6 +305,7 @@ def test_transformers() -> None:
     from transformers import masking_utils
     from transformers.exporters import exporter_dynamo
     from transformers.exporters.utils import apply_patches
+    from transformers.integrations import sdpa_attention
 
     assert callable(exporter_dynamo.register_cache_pytrees_for_model)
     assert callable(exporter_dynamo.register_pytree_node)
@@ -312,9 +314,50 @@ def test_transformers() -> None:
     # it is asked for by this name where a mask is made, and so it can be replaced there
     assert masking_utils.is_torchdynamo_exporting() is False
     assert "is_torchdynamo_exporting()" in inspect.getsource(masking_utils)
-    with transformers_adapter._masks_as_run():
+    replaced = ("is_torchdynamo_exporting", "_vmap_expansion_sdpa", "TransformGetItemToIndex")
+    before = [getattr(masking_utils, name) for name in replaced]
+    with transformers_adapter._attention_as_run():
         assert masking_utils.is_torchdynamo_exporting.__module__ == transformers_adapter.__name__
-    assert masking_utils.is_torchdynamo_exporting.__module__ != transformers_adapter.__name__
+        assert not any(getattr(masking_utils, name) is was for name, was in zip(replaced, before, strict=True))
+        along_axes = masking_utils._vmap_expansion_sdpa
+        assert sdpa_attention.is_torchdynamo_compiling.__module__ == transformers_adapter.__name__
+    assert [getattr(masking_utils, name) for name in replaced] == before
+    assert sdpa_attention.is_torchdynamo_compiling.__module__ != transformers_adapter.__name__
+    assert "not is_torchdynamo_compiling()" in inspect.getsource(sdpa_attention.sdpa_attention_forward)
+
+    def mask(text: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (query >= key) & (text + query > key * 2)
+
+    numbers = [torch.arange(n) for n in (2, 1, 4, 5)]
+    with masking_utils.TransformGetItemToIndex():
+        expected = masking_utils._vmap_expansion_sdpa(mask)(*numbers)
+    assert expected.shape == (2, 1, 4, 5)
+    assert torch.equal(along_axes(mask)(*numbers), expected)
+    assert along_axes(lambda *_: torch.tensor(True))(*numbers).shape == (2, 1, 4, 5)
+    assert torch.equal(
+        along_axes(lambda text, *_: text > 0)(*numbers), (numbers[0] > 0).view(2, 1, 1, 1).expand(2, 1, 4, 5)
+    )
+
+
+def test_the_hooks_of_transformers_are_known() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    model = transformers.BertModel(transformers.BertConfig(**sizes, vocab_size=16)).eval()
+    seen: list[bool] = []
+    model.encoder.register_forward_pre_hook(lambda module, args: seen.append(transformers_adapter.collects()))
+    ids = torch.ones(1, 3, dtype=torch.long)
+    model(ids)
+    assert not any(map(transformers_adapter.is_collector, hooks_of(model)))
+    model(ids, output_hidden_states=True)
+    assert any(map(transformers_adapter.is_collector, hooks_of(model)))
+    assert not all(map(transformers_adapter.is_collector, hooks_of(model)))
+    assert seen == [False, True]
+    assert not transformers_adapter.collects()
+
+
+def hooks_of(model: nn.Module) -> list[Any]:
+    tables = [table for module in model.modules() for table in (module._forward_hooks, module._forward_pre_hooks)]
+    return [hook for table in tables for hook in table.values()]
 
 
 def filled(library, windows: tuple[int, ...], tokens: int = 5):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.export import Dim
 
 pytest.importorskip("transformers")
 
@@ -231,6 +232,81 @@ def test_outputs_on_demand_leave_no_hooks_behind() -> None:
     assert not any(module._forward_hooks for module in model.modules())
     with torch.no_grad():
         assert_same(model(**inputs, output_hidden_states=True), gm(**inputs, output_hidden_states=True))
+
+
+def test_an_empty_cache_that_is_given_is_filled() -> None:
+    family, model, _ = captured("llama")
+    inputs, more = ({"input_ids": make_inputs(family, 2, length)["input_ids"]} for length in (6, 9))
+    transformers = pytest.importorskip("transformers")
+    caches = [transformers.DynamicCache(config=model.config) for _ in range(4)]
+    gm = trace(model, (), {**inputs, "past_key_values": caches[0]}, dynamic_shapes="auto")
+    assert caches[0].get_seq_length() == 0
+    with torch.no_grad():
+        for given, mine, theirs in ((inputs, *caches[:2]), (more, *caches[2:])):
+            found, expected = gm(**given, past_key_values=mine), model(**given, past_key_values=theirs)
+            assert_same(expected.logits, found.logits)
+            assert_same(expected.past_key_values, found.past_key_values)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_one_new_token_does_not_repeat_keys_and_values_that_heads_share(batch: int) -> None:
+    """Where a mask is given, as for padded texts, transformers does so for export, and not when it runs."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=64)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(-0.5, 0.5)
+
+    def call(batch: int, length: int) -> dict[str, Any]:
+        mask = torch.ones(batch, length + 1, dtype=torch.long)
+        mask[0, 0] = 0
+        with torch.no_grad():
+            cache = model(torch.randint(3, 64, (batch, length)), attention_mask=mask[:, 1:]).past_key_values
+        return {"input_ids": torch.randint(3, 64, (batch, 1)), "attention_mask": mask, "past_key_values": cache}
+
+    example = call(batch, 6)
+    varying = {"input_ids": {0: Dim.AUTO}, "attention_mask": {0: Dim.AUTO, 1: Dim.AUTO}}
+    varying["past_key_values"] = [{0: Dim.AUTO, 2: Dim.AUTO}] * 2
+    gm = trace(model, (), copy.deepcopy(example), dynamic_shapes=varying)
+    (attention,) = [node for node in gm.graph.nodes if "scaled_dot_product_attention" in str(node.target)]
+    assert attention.args[1].meta["val"].shape[1] == 2
+    with torch.no_grad():
+        for inputs in (example, call(1, 9), call(3, 5)):
+            assert_same(model(**copy.deepcopy(inputs)).logits, gm(**copy.deepcopy(inputs)).logits)
+
+
+def test_a_mask_in_which_the_pieces_of_an_image_see_each_other() -> None:
+    """Gemma 3 makes it number by number, for which transformers uses `torch.vmap`."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes |= {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    config = transformers.Gemma3Config(
+        text_config={**sizes, "head_dim": 8, "vocab_size": 64},
+        vision_config={**vision, "image_size": 16, "patch_size": 8},
+        mm_tokens_per_image=4,
+        image_token_index=60,
+    )
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(-0.5, 0.5)
+
+    def call(batch: int, length: int, start: int) -> dict[str, Any]:
+        tokens = torch.randint(3, 60, (batch, length))
+        tokens[:, start : start + 4] = 60
+        inputs = {"input_ids": tokens, "token_type_ids": (tokens == 60).long()}
+        return inputs | {"pixel_values": torch.randn(batch, 3, 16, 16), "attention_mask": torch.ones_like(tokens)}
+
+    gm = trace(model, (), call(2, 11, 2), dynamic_shapes="auto")
+    blind = {"token_type_ids": torch.zeros(3, 14, dtype=torch.long)}
+    with torch.no_grad():
+        for inputs in (call(2, 11, 2), call(3, 14, 7), call(3, 14, 7) | blind):
+            assert_same(model(**inputs).logits, gm(**inputs).logits)
+        inputs = call(3, 14, 7)
+        apart = [model(**given).logits[:, 7] for given in (inputs, inputs | blind)]
+        assert not torch.allclose(*apart, atol=1e-3), "the first piece of an image sees those after it"
 
 
 def test_a_saved_decoder_is_loaded_by_a_process_that_never_saw_its_model(tmp_path: Any) -> None:

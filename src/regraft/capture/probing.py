@@ -23,7 +23,7 @@ from regraft.capture.untouched import buffers_restored, untouched
 from regraft.core.graph_module import GraphModule
 
 
-def allow_size_one(model: nn.Module, gm: GraphModule, call: Call, calling: Calling) -> bool:
+def allow_size_one(model: nn.Module, gm: GraphModule, call: Call, calling: Calling) -> None:
     """Let axes be of size one where the graph gives what the model gives, bit for bit.
 
     Args:
@@ -31,9 +31,6 @@ def allow_size_one(model: nn.Module, gm: GraphModule, call: Call, calling: Calli
         gm: its graph, which must not have been changed yet.
         call: the call that it was captured with.
         calling: how the graph is called; its constraints are changed.
-
-    Returns:
-        Whether every axis that varies may be of size one.
     """
     constraints = calling.constraints
     assert constraints is not None
@@ -42,7 +39,7 @@ def allow_size_one(model: nn.Module, gm: GraphModule, call: Call, calling: Calli
     if any(leaf.device.type == "meta" for leaf in (*call.leaves, *model.parameters())):
         for symbol in symbols:  # nothing can be run: take export's word, which is "two or more"
             ranges[symbol].lower = 2
-        return not symbols
+        return
     for symbol in symbols:
         ranges[symbol].lower = 1
     verdicts = {
@@ -59,7 +56,6 @@ def allow_size_one(model: nn.Module, gm: GraphModule, call: Call, calling: Calli
             ranges[symbol].lower = 2
         else:
             constraints.require_together(symbol, together)
-    return all(ranges[symbol].lower == 1 for symbol in symbols)
 
 
 def _groups(ranges: dict[str, Range], symbols: list[str]) -> list[frozenset[str]]:

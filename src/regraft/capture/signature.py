@@ -137,7 +137,8 @@ def _take(call: Call, name: str, value: Any, given: bool) -> None:
         return
     value = caches.unfold(value)
     flat, spec = torch_private.tree_flatten(value)
-    if torch_private.is_leaf(spec) or not any(isinstance(leaf, torch.Tensor) for leaf in flat):
+    constant = torch_private.is_leaf(spec) or not any(isinstance(leaf, torch.Tensor) for leaf in flat)
+    if constant and not isinstance(value, caches.State):  # an empty cache has no tensors yet, but is to be filled
         _refuse_opaque(name, value)
         call.arguments.append(Argument(name, None, ((value,),)))
         return

@@ -106,20 +106,10 @@ def symbolic_trace(
             with contextlib.suppress(CaptureError):
                 return _traced(model, _TracerOfBuffers)
             raise error
-    names = list(input_names) if input_names is not None else _main_inputs(model)
+    names = list(input_names) if input_names is not None else transformers_adapter.main_inputs(model)
     if not disable_check:
         _check_names(model, names)
     return _exported(model, names)
-
-
-def _main_inputs(model: nn.Module) -> list[str]:
-    """The inputs that transformers names as the model's, and those without which forward can't be called."""
-    names = list(transformers_adapter.main_inputs(model))
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    for name, parameter in inspect.signature(model.forward).parameters.items():
-        if parameter.default is parameter.empty and parameter.kind in kinds and name not in names:
-            names.append(name)
-    return names
 
 
 def _check_names(model: nn.Module, names: Iterable[str]) -> None:

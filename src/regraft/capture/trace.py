@@ -78,8 +78,8 @@ def capture(model: nn.Module, call: Call, axes: Axes, automatic: bool) -> GraphM
     """
     exported = _exported_as_widely_as_can_be(model, call, axes) if automatic else _exported(model, call, axes)
     gm = _assembled(model, call, exported, automatic)
-    allowed = allow_size_one(model, gm, call, _calling(gm))
-    if exported.enlarged and not (allowed and agrees(model, gm, call)):
+    allow_size_one(model, gm, call, _calling(gm))
+    if exported.enlarged and not agrees(model, gm, call):
         # what holds for the larger sample does not for this one: take the axes of size one for fixed
         plain: Axes = [
             {axis: dim for axis, dim in (varying or {}).items() if leaf.shape[axis] > 1} or None

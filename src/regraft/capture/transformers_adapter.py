@@ -52,6 +52,27 @@ def register_container(kind: type) -> None:
         exporter.register_pytree_node(kind)
 
 
+_CAPTURING = "transformers.utils.output_capturing"
+
+
+def is_collector(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is one that transformers puts on layers once it is asked for their results, and that then stays.
+
+    It does nothing but while a model collects.
+
+    Args:
+        hook: the hook.
+    """
+    return getattr(hook, "__module__", None) == _CAPTURING
+
+
+def collects() -> bool:
+    """Whether a transformers model is running that wants the results of layers inside: hidden states, attentions."""
+    capturing = sys.modules.get(_CAPTURING)
+    collector = getattr(capturing, "_active_collector", None)
+    return collector is not None and bool(collector.get())
+
+
 def ways(model: nn.Module) -> list[Callable[[], AbstractContextManager[Any]]]:
     """The contexts to export a model in, in the order of trying: as it is first, then with what others need.
 
@@ -61,7 +82,7 @@ def ways(model: nn.Module) -> list[Callable[[], AbstractContextManager[Any]]]:
     plain: list[Callable[[], AbstractContextManager[Any]]] = [contextlib.nullcontext, _without_fast_path]
     if not is_pretrained(model):
         return plain
-    return [_masks_as_run, *plain, _patched] if _exporter() is not None else [_masks_as_run, *plain]
+    return [_attention_as_run, *plain, _patched] if _exporter() is not None else [_attention_as_run, *plain]
 
 
 def dress(gm: nn.Module, model: nn.Module) -> None:
@@ -76,22 +97,52 @@ def dress(gm: nn.Module, model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _masks_as_run() -> Iterator[None]:
-    """With the choice of an attention mask that the model makes when it runs, by sizes, and not the one for export.
+def _attention_as_run() -> Iterator[None]:
+    """With the form of attention that the model chooses when it runs, by sizes, and not the one for export.
 
-    For export transformers writes every causal mask out, because export without symbolic sizes would fix the choice.
-    The sizes are symbols here, and one of them that the choice depends on becomes a condition of the graph.
+    For export transformers writes every causal mask out, because export without symbolic sizes would fix the choice,
+    and for one new token repeats keys and values that several heads share. The sizes are symbols here, and one of them
+    that the choice depends on becomes a condition of the graph.
+
+    A mask that is not causal alone, as Gemma 3's for images, is made number by number with `torch.vmap`, which has no
+    form in a graph; made from the same numbers along four axes it is the same mask.
     """
-    masks = sys.modules.get("transformers.masking_utils")
-    was = getattr(masks, "is_torchdynamo_exporting", None)
-    if masks is None or was is None:
-        yield
-        return
-    masks.is_torchdynamo_exporting = lambda: False  # type: ignore[attr-defined]
+    instead: dict[str, dict[str, Any]] = {
+        "transformers.masking_utils": {
+            "is_torchdynamo_exporting": _no,
+            "_vmap_expansion_sdpa": _along_axes,
+            "TransformGetItemToIndex": contextlib.nullcontext,  # what vmap needs, and has no form in a graph either
+        },
+        "transformers.integrations.sdpa_attention": {"is_torchdynamo_compiling": _no},
+    }
+    changed = [
+        (vars(sys.modules[module]), name, other)
+        for module, names in instead.items()
+        for name, other in names.items()
+        if hasattr(sys.modules.get(module), name)
+    ]
+    was = [(place, name, place[name]) for place, name, _ in changed]
+    for place, name, other in changed:
+        place[name] = other
     try:
         yield
     finally:
-        masks.is_torchdynamo_exporting = was  # type: ignore[attr-defined]
+        for place, name, function in was:
+            place[name] = function
+
+
+def _no() -> bool:
+    return False
+
+
+def _along_axes(mask: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A function of the numbers of a text, head, query and key, as one of the vectors of all of them."""
+
+    def masks(*numbers: torch.Tensor) -> torch.Tensor:
+        apart = torch.meshgrid(*numbers, indexing="ij")
+        return mask(*apart).expand(apart[0].shape)
+
+    return masks
 
 
 @contextlib.contextmanager
@@ -125,14 +176,28 @@ def _exporter() -> Any:
     return exporter_dynamo if hasattr(exporter_dynamo, "register_cache_pytrees_for_model") else None
 
 
-def main_inputs(model: nn.Module) -> list[str]:
-    """The inputs that a model is usually called with, in the order of its forward.
+def decoder_config(model: nn.Module) -> Any:
+    """The part of a model's config that is about the text it writes; the whole where there are no parts, or several.
 
     Args:
         model: a transformers model.
     """
-    parameters = list(inspect.signature(model.forward).parameters)
-    wanted = {str(getattr(model, "main_input_name", "input_ids"))}
+    try:
+        return model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+    except (AttributeError, ValueError):
+        return model.config
+
+
+def main_inputs(model: nn.Module) -> list[str]:
+    """The inputs that a model is usually called with, or without which it cannot be, in the order of its forward.
+
+    Args:
+        model: a transformers model.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    wanted = {name for name, each in parameters.items() if each.default is each.empty and each.kind in kinds}
+    wanted.add(str(getattr(model, "main_input_name", "input_ids")))
     if "input_ids" in wanted:
         wanted.add("attention_mask")
     if int(getattr(model.config, "type_vocab_size", 0) or 0) > 1:
