@@ -5,7 +5,8 @@ Only their form matters to capture, but they are valid inputs: the graph is trie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,10 @@ from regraft.capture.sample_makers import (
     tokens_per_image,
 )
 from regraft.capture.sample_makers import Unmakeable as Unmakeable
+from regraft.capture.transformers_adapter import main_inputs
+from regraft.capture.untouched import untouched
+
+logger = logging.getLogger("regraft")
 
 
 @dataclass
@@ -104,10 +109,9 @@ class SampleMaker:
         Raises:
             Unmakeable: there is none and no default.
         """
-        config = self.model.config
-        for place in [getattr(config, part, None) for part in of.split()] + [config]:
+        for place in _places(self.model.config, of.split()):
             for name in names:
-                value = place.get(name) if isinstance(place, dict) else getattr(place, name, None)
+                value = _entry(place, name)
                 if value is not None:
                     return value
         if default is None:
@@ -163,3 +167,45 @@ class SampleMaker:
             text[text == token] = (token + 1) % self.setting("vocab_size", "num_hash_buckets", of=TEXT)
             text[:, 1 : 1 + self.image_tokens] = token
         return text
+
+
+def _entry(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, dict) else getattr(config, name, None)
+
+
+def _places(config: Any, parts: Sequence[str]) -> Iterator[Any]:
+    """The parts of a config that have one of some names, and theirs, innermost first; then the whole."""
+    for part in parts:
+        inner = _entry(config, part)
+        if inner is not None:
+            yield from _places(inner, parts)
+    yield config
+
+
+def example_call(model: nn.Module) -> dict[str, Any]:
+    """A call of a model that it runs: its main inputs, or without images where none can be made that it takes.
+
+    Args:
+        model: a transformers model.
+
+    Raises:
+        Unmakeable: none was found.
+    """
+    names = main_inputs(model)
+    texts = [name for name in names if name not in VISUAL]
+    reasons: list[str] = []
+    for some in [names, texts] if "input_ids" in texts and texts != names else [names]:
+        for maker in SampleMaker.variants(model, some):
+            try:
+                call = maker.make(some)
+                with untouched(model), torch.no_grad():
+                    model(**call)
+            except Exception as error:  # whatever a model raises that does not take them
+                reasons.append(str(error) if isinstance(error, Unmakeable) else f"{type(error).__name__}: {error}")
+            else:
+                if some != names:
+                    left_out = [name for name in names if name not in some]
+                    logger.warning("the example of %s was made without %s", type(model).__name__, ", ".join(left_out))
+                return call
+    said = (reasons[0].strip().splitlines() or [""])[0]
+    raise Unmakeable(f"{type(model).__name__} cannot be called with {', '.join(names)} made from its config ({said})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ class Unmakeable(Exception):
 
 TEXT = "text_config decoder thinker_config"
 VISION = "vision_config encoder backbone_config"
+AUDIO = "audio_config encoder_config encoder"
 
 
 def _mask(maker: SampleMaker) -> torch.Tensor:
@@ -31,6 +33,11 @@ def _mask(maker: SampleMaker) -> torch.Tensor:
     *outer, length = maker.text_shape()
     past = 0 if getattr(maker.model.config, "is_encoder_decoder", False) else maker.past
     return torch.ones(*outer, length + past, dtype=torch.long, device=maker.device)
+
+
+def _question(maker: SampleMaker) -> torch.Tensor:
+    """The text that a Q-Former reads beside the image, in a vocabulary of its own."""
+    return maker.integers((maker.batch, maker.length), maker.setting("vocab_size", of="qformer_config"), start=3)
 
 
 def _zeros(maker: SampleMaker) -> torch.Tensor:
@@ -56,7 +63,15 @@ def _target_mask(maker: SampleMaker) -> torch.Tensor:
 
 
 def _image_size(maker: SampleMaker) -> tuple[int, int]:
-    size = maker.setting("image_size", "crop_size", of=VISION, default=224)
+    return _sides(maker.setting("image_size", "crop_size", of=VISION, default=224))
+
+
+def _patches(maker: SampleMaker) -> int:
+    sides = zip(_image_size(maker), _sides(maker.setting("patch_size", of=VISION)), strict=True)
+    return math.prod(whole // patch for whole, patch in sides)
+
+
+def _sides(size: Any) -> tuple[int, int]:
     if isinstance(size, dict):
         size = (size.get("height", 224), size.get("width", 224))
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
@@ -81,10 +96,8 @@ def tokens_per_image(maker: SampleMaker) -> int:
     Args:
         maker: the maker of the model's inputs.
     """
-    given = maker.setting("image_seq_length", "mm_tokens_per_image", default=0)
-    height, width = _image_size(maker)
-    patch = int(maker.setting("patch_size", of=VISION, default=1))
-    return int(given) or (height // patch) * (width // patch)
+    names = ("image_seq_length", "mm_tokens_per_image", "num_query_tokens")
+    return int(maker.setting(*names, default=0)) or _patches(maker)
 
 
 def _pixels(maker: SampleMaker) -> torch.Tensor:
@@ -99,9 +112,7 @@ def _pixel_mask(maker: SampleMaker) -> torch.Tensor:
 
 
 def _masked_patches(maker: SampleMaker) -> torch.Tensor:
-    height, width = _image_size(maker)
-    patch = maker.setting("patch_size", of=VISION)
-    return maker.integers((maker.images, (height // patch) * (width // patch)), 2).bool()
+    return maker.integers((maker.images, _patches(maker)), 2).bool()
 
 
 def _waves(maker: SampleMaker) -> torch.Tensor:
@@ -118,7 +129,8 @@ def _features(maker: SampleMaker) -> torch.Tensor:
     kind = str(getattr(maker.model.config, "model_type", ""))
     if kind in ("whisper", "qwen2_audio", "moonshine_streaming"):
         return maker.floats((maker.batch, maker.setting("num_mel_bins"), 2 * int(positions or 1500)))
-    width = maker.setting("input_feat_per_channel", "feature_projection_input_dim", "num_mel_bins", "input_dim")
+    widths = ("input_feat_per_channel", "feature_projection_input_dim", "num_mel_bins", "input_dim")
+    width = maker.setting(*widths, of=AUDIO)
     return maker.floats((maker.batch, 160, width))
 
 
@@ -174,6 +186,7 @@ VISUAL = ("pixel_values", "pixel_mask", "bool_masked_pos")
 MAKERS: dict[str, Callable[[SampleMaker], Any]] = {
     "input_ids": lambda maker: maker.text(),
     "attention_mask": _mask,
+    "qformer_input_ids": _question,
     "token_type_ids": _zeros,
     "position_ids": _positions,
     "inputs_embeds": _embeds,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from regraft.capture import transformers_adapter
-from regraft.capture.sample_inputs import SampleMaker, Unmakeable
+from regraft.capture.sample_inputs import Unmakeable, example_call
 from regraft.cli.failure import Failure
 from regraft.cli.importing import imported
 from regraft.cli.loading import Model, blamed
@@ -102,9 +102,8 @@ def _from_model(model: Model) -> Inputs:
         args, kwargs = model.example_inputs
         return tuple(args), dict(kwargs)
     if transformers_adapter.is_pretrained(model):
-        names = transformers_adapter.main_inputs(model)
         try:
-            return (), SampleMaker.variants(model, names)[0].make(names)
+            return (), example_call(model)
         except Unmakeable as error:
             raise Failure(f"{error}; {_HINT}") from error
     for name in ("example_inputs", "example_input_array"):  # ours, and that of Lightning
