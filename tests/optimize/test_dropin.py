@@ -15,7 +15,9 @@ from models import Heads, bert, heads, ids, image
 from torch import nn
 
 import regraft as rg
-from regraft.dropin import grafts_of, watch
+from regraft.capture import symbolic_trace
+from regraft.core.graph_module import adopt
+from regraft.dropin import Entry, Grafts, Reader, grafts_of, watch
 from regraft.dropin.model import dropin_class
 from regraft.dropin.watch import Watch
 from regraft.optimize import Optimized, optimize
@@ -209,6 +211,21 @@ def test_a_changed_model_computes_what_it_now_is(change, tables) -> None:
         change(result.model)
         assert not close(before, model(image()))
     check(model, result.model, False, image())
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_an_attribute_may_change_where_no_graph_asks_for_it(both: bool) -> None:
+    own, model = frozenset({("", "gain"), ("", "offset")}), Adjusted(heads())
+    others = own if both else frozenset({("", "offset")})
+    entries = [Entry(name, adopt(symbolic_trace(model)), {}, each) for name, each in (("a", own), ("b", others))]
+    grafts = Grafts(Reader(model), entries)
+    grafts.watch(model)
+    model.offset = torch.tensor([7.0])
+    assert grafts.check(model) is None
+    model.gain = 3.5
+    assert (grafts.check(model) is None) == both
+    model.bounds = (1.0, 2.0)
+    assert grafts.check(model) == "an attribute of it was set"
 
 
 def test_attributes_that_are_what_they_were_leave_the_graph(pair, tables) -> None:
@@ -584,6 +601,53 @@ def test_a_changed_config_runs_the_original(berts) -> None:
     with torch.no_grad():
         assert dropin(**inputs).hidden_states is not None
     check(model, dropin, False, **inputs)
+
+
+def test_what_transformers_hangs_on_layers_to_collect_their_results_leaves_the_graph() -> None:
+    model = bert()
+    inputs = {"input_ids": ids(), "attention_mask": torch.ones_like(ids())}
+    settings = {"transformations": "MergeLinears", "keep": "all", "seconds": 0.01, "verify": False}
+    dropin = optimize(model, kwargs=inputs, **settings).model
+    hooks = [len(layer._forward_hooks) for layer in dropin.modules()]
+    for asked in ("output_hidden_states", "output_attentions"):
+        check(model, dropin, False, **inputs, **{asked: True})
+        check(model, dropin, True, **inputs)
+    assert [len(layer._forward_hooks) for layer in dropin.modules()] != hooks
+    handle = dropin.bert.pooler.register_forward_hook(lambda module, args, result: result + 1)
+    with torch.no_grad():
+        assert not close(dropin(**inputs).logits, model(**inputs).logits)
+    handle.remove()
+    check(model, dropin, True, **inputs)
+    again = optimize(dropin, kwargs=inputs, **settings)
+    check(model, again.model, True, **inputs)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_part_of_a_model_that_collects_runs_its_own_layers(frozen: bool) -> None:
+    model, changed = bert(), bert()
+    inputs = {"input_ids": ids(), "attention_mask": torch.ones_like(ids())}
+    given = []
+    handle = changed.bert.encoder.register_forward_pre_hook(lambda _, *call: given.append(call), with_kwargs=True)
+    with torch.no_grad():
+        changed(**inputs)
+    handle.remove()
+    settings = {"transformations": "MergeLinears", "keep": "all", "seconds": 0.01, "frozen": frozen}
+    changed.bert.encoder = optimize(changed.bert.encoder, *given[0], **settings).model
+    part = changed.bert.encoder
+    assert grafts_of(part) is not None
+    with torch.no_grad():
+        changed(**inputs)
+        assert calls(part) == 1
+        for _ in range(2):
+            for each in (model, changed):
+                each.config.output_hidden_states = True  # of which the part's own config knows nothing
+            found, expected = (each(**inputs) for each in (changed, model))
+            assert len(found.hidden_states) == len(expected.hidden_states) == 2
+            assert close(found.hidden_states, expected.hidden_states)
+            assert calls(part) == 1
+        changed.config.output_hidden_states = False
+        assert close(changed(**inputs).logits, model(**inputs).logits)
+        assert calls(part) == 2
 
 
 def test_in_a_pipeline(berts) -> None:

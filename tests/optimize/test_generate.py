@@ -91,6 +91,42 @@ def test_a_text_longer_than_the_window_is_decoded_on_a_graph(pair) -> None:
     assert sum(after.values()) - sum(before.values()) >= 27, "the original runs a token or two where the window fills"
 
 
+def test_a_prompt_that_is_longer_than_the_window() -> None:
+    model = decoder("Mistral")
+    inputs = {"input_ids": ids(1, WINDOW + 5)}
+    result = optimize(model, kwargs=inputs, transformations="MergeLinears", keep="all", seconds=0.01)
+    assert result.verification.ok, result.verification
+    made = ran(model, result.model, {"input_ids": ids(2, WINDOW + 7)})
+    assert made == {"prefill": 1, "decode": 7}
+
+
+def test_what_a_model_keeps_and_computes_with_is_watched() -> None:
+    import transformers
+
+    class Shifted(transformers.LlamaForCausalLM):
+        def __init__(self, config) -> None:
+            super().__init__(config)
+            self.shift = 0.0
+
+        def prepare_inputs_for_generation(self, input_ids, *args, **kwargs):
+            self.shift = float(input_ids.shape[1])
+            return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
+
+        def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):
+            result = super().forward(input_ids, attention_mask, position_ids, past_key_values, **kwargs)
+            result.logits = result.logits * self.shift
+            return result
+
+    model = Shifted(decoder("Llama").config).eval()
+    dropin = optimize(model, kwargs=example(model), transformations="MergeLinears", keep="all", seconds=0.01).model
+    for shift in (0.0, 3.0):
+        model.shift = dropin.shift = shift
+        with torch.no_grad():
+            assert torch.allclose(dropin(ids()).logits, model(ids()).logits, atol=1e-5)
+    assert torch.equal(tokens(dropin, ids()), tokens(model, ids()))
+    assert counted(dropin)["forward"] == 1
+
+
 def test_what_no_graph_covers_is_never_wrong(pair) -> None:
     model, result = pair
     for options in ({"use_cache": False}, {"cache_implementation": "static"}):

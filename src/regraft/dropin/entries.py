@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from regraft.capture import caches
 from regraft.capture.codegen import CallingCodeGen
+from regraft.capture.own_state import Attribute
 from regraft.core.fx_private import codegen_of
 
 _Kind = tuple[torch.dtype, torch.device, int]
@@ -44,11 +45,15 @@ class Entry:
         name: What to call it: `"forward"`, `"decode"`.
         gm: The graph module.
         sample: The call it was captured with, as `Reader.read` gives it.
+        ignores: Attributes that the model sets itself as it runs, and with which the graph has nothing to do.
     """
 
-    def __init__(self, name: str, gm: GraphModule, sample: Mapping[str, Any]) -> None:
+    def __init__(
+        self, name: str, gm: GraphModule, sample: Mapping[str, Any], ignores: frozenset[Attribute] = frozenset()
+    ) -> None:
         self.name = name
         self.gm = gm
+        self.ignores = ignores
         self.form = tuple(_slot(name, value) for name, value in sample.items())
         self.names = tuple(slot.name for slot in self.form)
         self.engine: Any = None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from regraft.capture import caches
+from regraft.capture.transformers_adapter import collects
 from regraft.core.errors import NotCovered
 from regraft.dropin.entries import Entry
 from regraft.dropin.reading import Reader
@@ -155,7 +156,7 @@ class Grafts:
             model: The drop-in.
         """
         if self._watch is None:
-            self._watch = Watch(model)
+            self._watch = Watch(model, frozenset.intersection(*(entry.ignores for entry in self.entries)))
         return self._watch
 
     def renew(self, model: nn.Module) -> None:
@@ -194,6 +195,8 @@ class Grafts:
 
     def _obstacle(self, model: nn.Module, call: Mapping[str, Any], unchanged: bool) -> str | None:
         """Why no graph may be used, whatever was captured."""
+        if collects():
+            return "the results of layers inside are collected, as output_hidden_states asks, and a graph has none"
         watch = self.watch(model)
         if not unchanged and self.check(model) is not None and not self._waiting:
             return f"{self.stale} after it was optimized; optimize it again"

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from regraft.capture import caches
-from regraft.capture.transformers_adapter import is_pretrained
+from regraft.capture.transformers_adapter import decoder_config, is_pretrained
 
 _SETTINGS = ("return_dict", "use_cache", "output_attentions", "output_hidden_states")
 _PLAIN = (bool, int, float, str)
@@ -32,6 +32,8 @@ class Reader:
         self.has_cache = is_pretrained(model) and any(p.name == "past_key_values" for p in parameters)
         if is_pretrained(model):  # None means "as the config says" for each of these, in every one of its models
             known = {name: getattr(model.config, name, None) for name in _SETTINGS}
+            if known["use_cache"] is None:  # a model of images and text has it in the part of its config for text
+                known["use_cache"] = getattr(decoder_config(model), "use_cache", None)
             self.defaults.update({name: value for name, value in known.items() if type(value) is bool})
 
     def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from regraft.capture.own_state import Attribute
 from regraft.capture.torch_private import dict_version
+from regraft.capture.transformers_adapter import is_collector
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")  # where gradients are recorded no graph runs
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -42,6 +44,11 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE and _is_plain(value)}
 
 
+def _foreign(hooks: dict[int, Any]) -> int:
+    """How many hooks there are, but for those of transformers that do nothing while nobody collects."""
+    return len(hooks) - sum(map(is_collector, hooks.values())) if hooks else 0
+
+
 def _is_plain(value: Any) -> bool:
     return all(map(_is_plain, value)) if type(value) is tuple else isinstance(value, _PLAIN)
 
@@ -65,13 +72,16 @@ class Watch:
 
     Args:
         model: The model.
+        ignored: Attributes that may have any value.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, ignored: Iterable[Attribute] = ()) -> None:
         modules = list(model.modules())
         tables: list[Any] = [table for m in modules for table in (m._parameters, m._buffers, m._modules) if table]
         contents = chain.from_iterable(map(dict.values, tables))
         attributes = {id(m): _attributes(m) for m in modules}
+        for path, name in ignored:
+            attributes[id(model.get_submodule(path))].pop(name, None)
         contents = chain(contents, chain.from_iterable(map(dict.values, attributes.values())))
         tensors = list({id(value): value for value in contents if isinstance(value, Tensor)}.values())
         read = [t for t in tensors if not t.is_inference()]
@@ -82,7 +92,7 @@ class Watch:
             "states": {id(m): vars(m) for m in modules},
             "tables": {(id(table), *map(id, table.values())): (table, list(table.values())) for table in tables},
             "attributes": {id(m): (m, set(vars(m)), attributes[id(m)]) for m in modules},
-            "hooks": {(id(each), len(each)): each for each in hooks if isinstance(each, dict)},
+            "hooks": {(id(each), _foreign(each)): each for each in hooks if isinstance(each, dict)},
             "parameters": {id(t): t for t in tensors if isinstance(t, nn.Parameter)},
             "dtypes": {(id(t), t.dtype): t for t in tensors},
             "versions": {(id(t), t._version): t for t in read},
@@ -120,9 +130,10 @@ class Watch:
         self._dict_versions: list[Any] = [None] * len(self._dicts)  # none of them has been looked at
         self._trains = False
         self._hooks = list(memory["hooks"].values())
-        self._hook_counts = [count for _, count in memory["hooks"]]
-        self._removable = [each for each in self._hooks if each]
+        self._foreign = [count for _, count in memory["hooks"]]
         self._registered = -1
+        self._removable: list[dict[int, Any]] = []
+        self._removable_counts: list[int] = []
         self._tensors, self._dtypes = list(memory["dtypes"].values()), [dtype for _, dtype in memory["dtypes"]]
         self._read, self._versions = list(memory["versions"].values()), [version for _, version in memory["versions"]]
         self._plain, self._pointers = list(memory["pointers"].values()), [pointer for _, pointer in memory["pointers"]]
@@ -178,9 +189,10 @@ class Watch:
     def hooked(self) -> bool:
         """Whether a module inside has been given a hook, or lost one."""
         registered = RemovableHandle.next_id  # by which torch numbers the hooks of the whole process
-        if registered == self._registered:
-            return list(map(len, self._removable)) != [count for count in self._hook_counts if count]
-        hooked = list(map(len, self._hooks)) != self._hook_counts
-        if not hooked:
-            self._registered = registered
-        return hooked
+        if registered == self._registered and list(map(len, self._removable)) == self._removable_counts:
+            return False
+        if list(map(_foreign, self._hooks)) != self._foreign:
+            return True
+        self._registered, self._removable = registered, [each for each in self._hooks if each]
+        self._removable_counts = list(map(len, self._removable))
+        return False

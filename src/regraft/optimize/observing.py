@@ -86,7 +86,7 @@ def beyond_the_window(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         calls: Calls with a cache in them.
 
     Returns:
-        None where no layer has a window, or where its cache would take long to compute with.
+        None where no layer has a window, where the calls are such ones, or where it would take long to compute with.
     """
     found = []
     for more, call in enumerate(calls, 1):
@@ -95,6 +95,8 @@ def beyond_the_window(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         if state is None or state.form.halves or max(state.form.windows, default=0) <= 0:
             return []
         window = max(state.form.windows)
+        if more == 1 and len(state.leaves[-1]) >= window:
+            return []
         if sum(leaf.numel() // leaf.shape[2] * window for leaf in state.leaves[:-1]) > _LARGEST:
             return []
         longer = {**call, "past_key_values": caches.beyond_window(cache, more)}

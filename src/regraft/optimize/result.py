@@ -13,6 +13,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from regraft.core.errors import CaptureError
 from regraft.core.history import history, undo
 from regraft.dropin import Entry, grafts_of
 from regraft.optimize import saving
@@ -76,13 +77,25 @@ class Optimized:
 
     @property
     def graph_module(self) -> GraphModule:
-        """The rewritten graph of the example call, as `GraphResult.graph_module` gives it."""
-        return self.graphs[0].graph_module
+        """The rewritten graph of the example call, as `GraphResult.graph_module` gives it.
+
+        Raises:
+            CaptureError: The example call could not be captured; only what `generate` calls was.
+        """
+        return self._of_the_example().graph_module
 
     @property
     def benchmark(self) -> Comparison | None:
-        """The model against the original on the example call; None where it was not measured."""
-        return self.graphs[0].benchmark
+        """The model against the original on the example call; None where it was not measured, or not captured."""
+        return self.graphs[0].benchmark if self.graphs[0].name == "forward" else None
+
+    def _of_the_example(self) -> GraphResult:
+        if self.graphs[0].name != "forward":
+            raise CaptureError(
+                f"the example call has no graph, only those of generate have, in result.graphs: "
+                f"{', '.join(graph.name for graph in self.graphs)}; result.notes says why"
+            )
+        return self.graphs[0]
 
     def undo(self, transformation: str | None = None) -> Optimized:
         """Take back what was done: all of it, or one transformation; bit for bit.
@@ -146,11 +159,15 @@ class Optimized:
 
         Args:
             path: The file, usually `*.pt2`.
+
+        Raises:
+            CaptureError: The example call could not be captured; only what `generate` calls was.
         """
-        args, kwargs = self.graphs[0].inputs
+        graph = self._of_the_example()
+        args, kwargs = graph.inputs
         names = list(takewhile(kwargs.__contains__, self.positional))
         named = {name: value for name, value in kwargs.items() if name not in names}
-        saving.save(self.graphs[0].gm, ((*args, *(kwargs[name] for name in names)), named), path)
+        saving.save(graph.gm, ((*args, *(kwargs[name] for name in names)), named), path)
         return Path(path)
 
     def to_dict(self) -> dict[str, Any]:

@@ -5,23 +5,25 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.export import Dim, ExportedProgram
-from torch.utils import _pytree as pytree
+from torch import fx, nn
+from torch.export import ExportedProgram
 
 from regraft.capture import caches, lift, trace
-from regraft.capture.sample_inputs import SampleMaker
-from regraft.capture.sample_makers import VISUAL
+from regraft.capture.own_state import Attribute, set_meanwhile, used_meanwhile
+from regraft.capture.sample_inputs import Unmakeable, example_call
 from regraft.capture.transformers_adapter import is_pretrained, main_inputs
+from regraft.capture.untouched import untouched
 from regraft.core.errors import CaptureError
 from regraft.core.graph_module import GraphModule, adopt
 from regraft.dropin import Entry, Reader, share
+from regraft.optimize.axes import axes_of
 from regraft.optimize.observing import beyond_the_window, calls_of_generate
 from regraft.verify.oracle import Oracle
 
@@ -43,6 +45,7 @@ class Graph:
         inputs: The call.
         reference: The original, which is called likewise.
         more: Further calls of the same form, to verify with.
+        ignores: Attributes that the model sets itself as it runs, and with which the graph has nothing to do.
         like: The graph of the same layers whose rewrites this one gets, unmeasured; None for one of its own.
         whole: The graph with the steps, too, that were taken back because they make no difference to it: to an engine
             they may. None where there are none.
@@ -53,6 +56,7 @@ class Graph:
     inputs: Inputs
     reference: Callable[..., Any]
     more: tuple[Inputs, ...] = ()
+    ignores: frozenset[Attribute] = frozenset()
     like: str | None = None
     whole: fx.GraphModule | None = None
 
@@ -98,7 +102,8 @@ class Subject:
         original: What the caller gave.
         twin: For a module, the object that is to become its drop-in.
         reader: For a module, what reads its calls.
-        graphs: The graphs, that of the caller's own call first.
+        graphs: The graphs, that of the caller's own call first where it could be captured.
+        call: The caller's own call of a module, by name.
         notes: What the caller should know.
         positional: The names of the arguments that the caller gave by position.
     """
@@ -107,6 +112,7 @@ class Subject:
     twin: nn.Module | None
     reader: Reader | None
     graphs: list[Graph]
+    call: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     positional: tuple[str, ...] = ()
 
@@ -166,19 +172,27 @@ def _module(
         twin.eval()
         reference = share(model).eval()
     reader = Reader(twin)
-    call = reader.read(*inputs) if any(inputs) else _made(twin, reader)
+    call = reader.read(*inputs) if any(inputs) else _made(twin, reader, notes)
     call, *_ = reader.without_empty_cache(call)
-    say("capturing the model")
-    shapes = _sizes(twin, call) if dynamic_shapes == "auto" and is_pretrained(twin) else dynamic_shapes
-    first = Graph("forward", trace(twin, (), call, dynamic_shapes=shapes), ((), call), reference)
-    _expect_to_run(first)
-    graphs = [first]
-    if is_pretrained(twin):
-        for name, calls, like in _of_generate(twin, reader, call):
-            if not any(Entry(graph.name, graph.gm, graph.inputs[1]).takes(calls[0]) for graph in graphs):
-                found = _captured(name, twin, reference, calls, dynamic_shapes, say, notes)
-                graphs += [replace(graph, like=like) for graph in found]
-    return Subject(model, twin, reader, graphs, notes, reader.names[: len(inputs[0])])
+    graphs: list[Graph] = []
+    failures: dict[str, CaptureError] = {}
+    with untouched(twin), set_meanwhile(twin) as own:
+        generated = _of_generate(twin, reader, call) if is_pretrained(twin) else []
+    kinds = chain([("forward", [call], None)], generated)
+    for name, calls, like in kinds:
+        if any(Entry(graph.name, graph.gm, graph.inputs[1]).takes(calls[0]) for graph in graphs):
+            continue
+        say("capturing the model" + (f"'s {name}" if name != "forward" else ""))
+        try:
+            graphs.append(replace(_captured(name, twin, reference, calls, dynamic_shapes, own), like=like))
+        except CaptureError as error:
+            failures[name] = error
+    if not graphs:
+        raise failures["forward"]
+    for name, failure in failures.items():
+        notes.append(f"{name} was not captured, so the original runs it: {failure}")
+        logger.warning("%s", notes[-1])
+    return Subject(model, twin, reader, graphs, call, notes, reader.names[: len(inputs[0])])
 
 
 def _of_generate(
@@ -205,33 +219,17 @@ def _captured(
     reference: nn.Module,
     calls: list[dict[str, Any]],
     dynamic_shapes: Any,
-    say: Callable[[str], None],
-    notes: list[str],
-) -> list[Graph]:
-    """The graph of a call that `generate` makes; none where it cannot be captured, and the original runs it then."""
-    say(f"capturing the model's {name}")
+    own: Set[Attribute],
+) -> Graph:
+    """The graph of a call, and of those like it, which has been run once."""
     first = calls[0]
-    try:
-        shapes = _one_token_at_a_time(first) if dynamic_shapes == "auto" and _is_one_token(first) else dynamic_shapes
-        gm = trace(twin, (), copy.deepcopy(first), dynamic_shapes=shapes)
-        _expect_to_run(Graph(name, gm, ((), first), reference))
-    except CaptureError as error:
-        notes.append(f"{name} was not captured, so the original runs it: {error}")
-        logger.warning("%s", notes[-1])
-        return []
+    shapes = axes_of(twin, first) if dynamic_shapes == "auto" and is_pretrained(twin) else dynamic_shapes
+    with used_meanwhile(twin, own) as used:
+        gm = trace(twin, (), first, dynamic_shapes=shapes)
+    graph = Graph(name, gm, ((), first), reference, ignores=frozenset(own - used))
+    _expect_to_run(graph)
     entry = Entry(name, gm, first)
-    more = tuple(((), one) for one in calls[1:] if entry.takes(one))
-    return [Graph(name, gm, ((), first), reference, more)]
-
-
-def _sizes(model: nn.Module, call: Mapping[str, Any]) -> Any:
-    """Which axes vary: not the sides of images where the config names them, since to leave those open takes minutes."""
-    if not any(name in VISUAL for name in call) or not all(isinstance(value, Tensor) for value in call.values()):
-        return "auto"
-    if not SampleMaker.variants(model, list(call))[0].narrow:
-        return "auto"
-    axes = {name: range(1 if name in VISUAL else value.dim()) for name, value in call.items()}
-    return {name: dict.fromkeys(those, Dim.AUTO) for name, those in axes.items()}
+    return replace(graph, more=tuple(((), one) for one in calls[1:] if entry.takes(one)))
 
 
 def _expect_to_run(graph: Graph) -> None:
@@ -246,34 +244,18 @@ def _expect_to_run(graph: Graph) -> None:
         ) from error
 
 
-def _one_token_at_a_time(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Which axes vary: all but the length of what is new, since a model that sees one token needs no causal mask."""
-
-    def varying(tensor: Tensor) -> dict[int, Any]:
-        return {axis: Dim.AUTO for axis in range(tensor.dim()) if axis == 0 or tensor.shape[axis] != 1}
-
-    shapes: dict[str, Any] = {}
-    for name, value in call.items():
-        if isinstance(value, Tensor):
-            shapes[name] = varying(value)
-        elif (state := caches.state_of(value)) is not None:
-            # the batch and the length so far; heads and their width are the model's
-            shapes[name] = [{axis: Dim.AUTO for axis in (0, 2) if axis < leaf.dim()} for leaf in state.leaves]
-        elif leaves := [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]:
-            shapes[name] = [varying(leaf) for leaf in leaves]
-    return shapes
-
-
-def _is_one_token(call: Mapping[str, Any]) -> bool:
-    tokens = call.get("decoder_input_ids", call.get("input_ids"))
-    return isinstance(tokens, Tensor) and tokens.dim() == 2 and tokens.shape[1] == 1
-
-
-def _made(model: nn.Module, reader: Reader) -> dict[str, Any]:
+def _made(model: nn.Module, reader: Reader, notes: list[str]) -> dict[str, Any]:
     """An example call of a model for which the caller gave none."""
     if is_pretrained(model):
         names = main_inputs(model)
-        return SampleMaker.variants(model, names)[0].make(names)
+        shown = "regraft.optimize(model, kwargs={" + ", ".join(f'"{name}": ...' for name in names) + "})"
+        try:
+            call = example_call(model)
+        except Unmakeable as error:
+            raise TypeError(f"optimize needs an example call, since {error}: {shown}") from None
+        if missing := [name for name in names if name not in call]:
+            notes.append(f"the example was made without {', '.join(missing)}; for calls that have them: {shown}")
+        return call
     if any(p.default is p.empty for p in inspect.signature(model.forward).parameters.values() if p.kind < 2):
         listed = ", ".join(reader.names)
         raise TypeError(

@@ -188,7 +188,7 @@ class Work:
     def install(self) -> None:
         """Make the drop-in, with every graph that is right."""
         self.entries = {
-            graph.name: Entry(graph.name, graph.gm, graph.inputs[1])
+            graph.name: Entry(graph.name, graph.gm, graph.inputs[1], graph.ignores)
             for graph in self.graphs
             if graph.name not in self.verdicts
         }
@@ -278,5 +278,5 @@ class Work:
     def _grafts(self, reader: Reader) -> Grafts:
         weights = self.subject.twin.parameters() if self.subject.twin is not None else ()
         dtype = next((weight.dtype for weight in weights if weight.is_floating_point()), None)
-        again = Again(self.settings, self.graphs[0].inputs[1], dtype)
+        again = Again(self.settings, self.subject.call, dtype)
         return Grafts(reader, list(self.entries.values()), again, self.settings.frozen)

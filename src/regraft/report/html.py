@@ -111,11 +111,13 @@ class _Pictures:
 
 def _summary(result: Result) -> list[dict[str, str]]:
     tiles = []
-    speed = result.graphs[0].benchmark
+    first = result.graphs[0]
+    speed = first.benchmark
     if speed is not None:
         kind = "good" if speed.faster else "bad" if speed.slower else "even"
+        call = "call" if first.name == "forward" else first.name
         said = f"95 % between {speed.low:.3g} and {speed.high:.3g}, {speed.pairs} pairs"
-        tiles.append({"kind": kind, "value": f"{speed.ratio:.3g}×", "name": "the time of a call", "said": said})
+        tiles.append({"kind": kind, "value": f"{speed.ratio:.3g}×", "name": f"the time of a {call}", "said": said})
     found = result.verification
     if found is not None:
         tried = sum(case.skipped is None for case in found.cases)
