@@ -127,6 +127,31 @@ def test_what_a_model_keeps_and_computes_with_is_watched() -> None:
     assert counted(dropin)["forward"] == 1
 
 
+def test_a_cache_that_the_result_does_not_have_is_the_originals_business() -> None:
+    """Of an encoder's class with a head for texts; it takes a cache, and whether it fills it is its own affair."""
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.BertLMHeadModel(transformers.BertConfig(**sizes, vocab_size=64)).eval()
+    result = optimize(model, kwargs=example(model), transformations="MergeLinears", keep="all", seconds=0.01)
+    assert result.verification.ok, result.verification
+    assert [graph.name for graph in result.graphs] == ["forward"]
+    assert torch.equal(tokens(result.model, ids()), tokens(model, ids()))
+    for compiled in (False, True):
+        lengths = []
+        for each in (model, result.model):
+            cache = transformers.DynamicCache(config=model.config)
+            run = torch.compile(each, backend="eager", fullgraph=True) if compiled else each
+            with torch.no_grad():
+                assert run(ids(), past_key_values=cache).past_key_values is None
+            lengths.append(cache.get_seq_length())
+        assert lengths[0] == lengths[1]
+    before = counted(result.model)
+    with torch.no_grad():
+        result.model(ids())
+    assert counted(result.model)["forward"] == before["forward"] + 1
+
+
 def test_what_no_graph_covers_is_never_wrong(pair) -> None:
     model, result = pair
     for options in ({"use_cache": False}, {"cache_implementation": "static"}):

@@ -46,6 +46,9 @@ class Entry:
         gm: The graph module.
         sample: The call it was captured with, as `Reader.read` gives it.
         ignores: Attributes that the model sets itself as it runs, and with which the graph has nothing to do.
+
+    Attributes:
+        fills: Whether a cache that is given can be filled from its result, as far as is known.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Entry:
         self.form = tuple(_slot(name, value) for name, value in sample.items())
         self.names = tuple(slot.name for slot in self.form)
         self.engine: Any = None
+        self.fills = True
         codegen = codegen_of(gm.graph)
         self._calling = codegen.calling if isinstance(codegen, CallingCodeGen) else None
 

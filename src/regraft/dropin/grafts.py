@@ -78,7 +78,7 @@ class Grafts:
             return self._leave(reason)
         refused: NotCovered | None = None
         for entry in self.entries:
-            if not entry.matches(call):
+            if not entry.matches(call) or (cache is not None and not entry.fills):
                 continue
             try:
                 result = entry.run(call, unchanged)
@@ -87,6 +87,11 @@ class Grafts:
                 continue
             except Exception as error:  # the original decides whether the call is wrong, and says so in its own words
                 return self._leave(f"{_first_line(error)}", key=f"{entry.name}: {type(error).__name__}", call=call)
+            if cache is not None and not _has_cache(result):
+                entry.fills = False  # later calls need not try
+                return self._leave(
+                    "a graph of it returns no cache, with which to fill the one that was given", key="cache"
+                )
             self.calls[entry.name] += 1
             if refused is not None:  # what is called next is likely to be of this entry's sizes too
                 self.entries = [entry, *(other for other in self.entries if other is not entry)]
@@ -233,8 +238,15 @@ class Grafts:
         for entry in self.entries:
             if entry.matches(call) and entry.holds(call):
                 result = entry.run(call)
+                if cache is not None and not _has_cache(result):
+                    return NOTHING
                 return result if cache is None else caches.fill(cache, result)
         return NOTHING
+
+
+def _has_cache(result: Any) -> bool:
+    """Whether a model returned its cache: one that does not may have filled it all the same."""
+    return getattr(result, "past_key_values", None) is not None
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:

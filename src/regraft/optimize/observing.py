@@ -44,9 +44,11 @@ def calls_of_generate(
     @functools.wraps(inner)  # generate looks at the signature to see what it may pass
     def forward(*args: Any, **kwargs: Any) -> Any:
         read, cache, _ = reader.without_empty_cache(reader.read(args, kwargs))
-        if cache is not None:
-            (later if read.get("past_key_values") is cache else first).append(copy.deepcopy(read))
-        return inner(*args, **kwargs)
+        before = copy.deepcopy(read)  # the model fills the cache in place
+        result = inner(*args, **kwargs)
+        if cache is not None and getattr(result, "past_key_values", None) is not None:
+            (later if read.get("past_key_values") is cache else first).append(before)
+        return result
 
     # what is decoded begins as `generate` begins it, not with the example's targets
     inputs = {name: v for name, v in call.items() if isinstance(v, Tensor) and not name.startswith("decoder_")}
