@@ -106,6 +106,24 @@ def test_what_the_model_keeps_from_call_to_call_is_its_own_affair(pair) -> None:
     assert torch.allclose(*found, atol=1e-5)
 
 
+@pytest.mark.parametrize(("kind", "name"), [("Llava", "vision_tower"), ("Qwen2VL", "visual")])
+def test_the_part_that_encodes_images_is_optimized_by_itself(kind: str, name: str) -> None:
+    model, inputs, given = of_images(kind), image_and_text(kind), []
+    part = getattr(model.model, name)
+    handle = part.register_forward_pre_hook(lambda _, *call: given.append(call), with_kwargs=True)
+    expected = tokens(model, inputs)
+    handle.remove()
+    setattr(model.model, name, optimized(part, args=given[0][0], kwargs=given[0][1]).model)
+    assert torch.equal(tokens(model, inputs), expected)
+    assert grafts_of(getattr(model.model, name)).calls == {"forward": 1}
+    if kind == "Qwen2VL":
+        for grid in ([[1, 2, 8]], [[1, 8, 2]], [[2, 2, 4]]):  # of as many pieces, which other pieces are beside
+            call = torch.randn(16, 384), torch.tensor(grid)
+            with torch.no_grad():
+                found, wanted = getattr(model.model, name)(*call), part(*call)
+            assert torch.allclose(found.pooler_output, wanted.pooler_output, atol=1e-5)
+
+
 def test_where_nothing_can_be_captured_the_error_is_that_of_the_example(monkeypatch) -> None:
     def trace(*args: Any, **kwargs: Any) -> None:
         raise CaptureError(f"what {', '.join(args[2])} asks cannot be captured")
