@@ -353,6 +353,16 @@ def test_the_hooks_of_transformers_are_known() -> None:
     assert not all(map(transformers_adapter.is_collector, hooks_of(model)))
     assert seen == [False, True]
     assert not transformers_adapter.collects()
+    collector = importlib.import_module("transformers.utils.output_capturing")._active_collector
+
+    def collecting(x: torch.Tensor, wanted: list[str]) -> torch.Tensor:
+        token = collector.set({name: [] for name in wanted})
+        result = x + int(transformers_adapter.collects())
+        collector.reset(token)
+        return result
+
+    for run in (collecting, torch.compile(collecting, backend="eager", fullgraph=True)):
+        assert [int(run(torch.zeros(()), wanted)) for wanted in ([], ["attentions"])] == [0, 1]
 
 
 def hooks_of(model: nn.Module) -> list[Any]:

@@ -70,7 +70,10 @@ def collects() -> bool:
     """Whether a transformers model is running that wants the results of layers inside: hidden states, attentions."""
     capturing = sys.modules.get(_CAPTURING)
     collector = getattr(capturing, "_active_collector", None)
-    return collector is not None and bool(collector.get())
+    if collector is None:
+        return False
+    # a compiler cannot trace what a context holds, so there transformers keeps it beside
+    return bool(getattr(collector, "global_var", None) if torch.compiler.is_compiling() else collector.get())
 
 
 def ways(model: nn.Module) -> list[Callable[[], AbstractContextManager[Any]]]:

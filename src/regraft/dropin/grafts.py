@@ -229,7 +229,7 @@ class Grafts:
 
     def _run_traced(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         # Traced once and guarded by whoever traces it, so nothing here has to be fast, and all of it plain.
-        if self.stale is not None or model.training:
+        if self.stale is not None or model.training or collects():
             return NOTHING
         call, cache = self._read(args, kwargs)
         recorded = torch.is_grad_enabled() and not torch.compiler.is_exporting()

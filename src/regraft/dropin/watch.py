@@ -130,7 +130,7 @@ class Watch:
         self._dict_versions: list[Any] = [None] * len(self._dicts)  # none of them has been looked at
         self._trains = False
         self._hooks = list(memory["hooks"].values())
-        self._foreign = [count for _, count in memory["hooks"]]
+        self._foreign_counts = [count for _, count in memory["hooks"]]
         self._registered = -1
         self._removable: list[dict[int, Any]] = []
         self._removable_counts: list[int] = []
@@ -191,7 +191,7 @@ class Watch:
         registered = RemovableHandle.next_id  # by which torch numbers the hooks of the whole process
         if registered == self._registered and list(map(len, self._removable)) == self._removable_counts:
             return False
-        if list(map(_foreign, self._hooks)) != self._foreign:
+        if list(map(_foreign, self._hooks)) != self._foreign_counts:
             return True
         self._registered, self._removable = registered, [each for each in self._hooks if each]
         self._removable_counts = list(map(len, self._removable))

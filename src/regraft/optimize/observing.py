@@ -88,7 +88,7 @@ def beyond_the_window(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         calls: Calls with a cache in them.
 
     Returns:
-        None where no layer has a window, where the calls are such ones, or where it would take long to compute with.
+        None at all where no layer has a window, the calls are such ones already, or would take long to compute.
     """
     found = []
     for more, call in enumerate(calls, 1):
