@@ -200,7 +200,7 @@ def test_users_that_do_not_need_contiguous_input(use, form):
     [
         lambda y: y.view(-1),
         lambda y: y.view(-1) * 2,  # which the caller does not get
-        lambda y: y.view(6, 8)[0].sum(),
+        lambda y: y.view(6, 8)[0].norm(),
         lambda y: y.view((-1,)),
         lambda y: torch.as_strided(y, (2, 8), (8, 1)),
         lambda y: y.transpose(-1, -2).view(-1, 3) if False else y.unsqueeze(0).view(-1),
