@@ -1,25 +1,26 @@
-"""transformers' caches of keys and values as lists of tensors: what a graph takes and gives in their place.
+"""transformers' caches as lists of tensors: what a graph takes and gives in their place.
 
 A model fills its cache in place, and a part of the cache's state is numbers. A graph sees its tensors alone, and for
 the number of tokens that a window has seen a tensor without elements that is as long: a size, and so it may vary.
-A cache that is written in place, or that keeps something else, has no such form and stays what it is.
+A cache of another kind (of one length from the start, quantized) has no such form and stays what it is.
 
-This is the one file that knows how transformers' caches are made inside. In a transformers where they are made another
-way every cache stays what it is, and `tests/capture/test_private_apis.py` fails.
+This and `linear_states.py` alone know how transformers' caches are made inside. In a transformers where they are made
+another way every cache stays what it is, and `tests/capture/test_private_apis.py` fails.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from regraft.capture import linear_states
 
 _ATTRIBUTES = {"layers", "layer_class_to_replicate", "offloading"}
 _LAYER = {"keys", "values", "is_initialized"}
@@ -31,21 +32,35 @@ class Form:
     """What a cache is beside its tensors.
 
     Args:
-        windows: for each layer the length of its window, zero without one; -1 less that where nothing is in it yet.
+        windows: for each layer the length of its window, zero without one; -1 less that where nothing is in it yet;
+            None where a layer has no keys and values.
         grows: whether layers are added as they are needed.
         halves: of the cache of an encoder-decoder, that of its own tokens and that of the encoder's.
         filled: of such a one, for each layer whether it has what it needs of the encoder.
+        states: for each layer what its states of linear attention are; empty where no layer has any.
     """
 
-    windows: tuple[int, ...] = ()
+    windows: tuple[int | None, ...] = ()
     grows: bool = False
     halves: tuple[Form, ...] = ()
     filled: tuple[tuple[int, bool], ...] = ()
+    states: tuple[tuple[linear_states.StateForm, ...], ...] = ()
 
     @property
     def empty(self) -> bool:
         """Whether nothing is in it."""
-        return all(window < 0 for window in self.windows) and all(half.empty for half in self.halves)
+        begun = any(any(state) for layer in self.states for state in layer)
+        return not begun and not self.has_keys and all(half.empty for half in self.halves)
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether there are keys and values in a layer of it."""
+        return any(window is not None and window >= 0 for window in self.windows)
+
+    @property
+    def longest_window(self) -> int:
+        """How long the longest window is of those layers that have keys and values in them; zero without one."""
+        return max((window for window in self.windows if window is not None), default=0)
 
 
 class State:
@@ -53,7 +68,7 @@ class State:
 
     Args:
         form: what it is.
-        leaves: its keys and values by layer, and the count of tokens where a layer has a window.
+        leaves: by layer its keys and values, then what else it keeps; last the count of tokens where one has a window.
     """
 
     def __init__(self, form: Form, leaves: list[Any]) -> None:
@@ -82,26 +97,48 @@ def state_of(cache: Any) -> State | None:
     replicated = cache.layer_class_to_replicate
     if replicated is not None and replicated is not library.DynamicLayer:
         return None
-    windows: list[int] = []
-    leaves: list[Any] = []
-    counts: list[Any] = []
-    for layer in cache.layers:
-        kind = type(layer)
-        if kind is library.DynamicLayer:
-            window = 0
-        elif kind is library.DynamicSlidingWindowLayer and not layer.record_past:
-            window = layer.sliding_window
-            if layer.is_initialized:
-                counts.append(layer.cumulative_length)
-        else:
-            return None
-        windows.append(window if layer.is_initialized else -1 - window)
-        if layer.is_initialized:
-            leaves += (layer.keys, layer.values)
+    parts = [_taken_apart(layer, library) for layer in cache.layers]
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    counts = [layer.cumulative_length for layer, part in zip(cache.layers, known) if (part.window or 0) > 0]
     if any(count != counts[0] for count in counts):
         return None
-    leaves += [torch.empty((count, 0)) for count in counts[:1]]
-    return State(Form(tuple(windows), replicated is not None), leaves)
+    linear = any(type(layer) in linear_states.kinds(library) for layer in cache.layers)
+    states = tuple(part.states for part in known) if linear else ()
+    form = Form(tuple(part.window for part in known), replicated is not None, states=states)
+    leaves = [leaf for part in known for leaf in part.leaves]
+    return State(form, leaves + [torch.empty((count, 0)) for count in counts[:1]])
+
+
+class _Part(NamedTuple):
+    """One layer of a cache: an entry of `Form.windows`, one of `Form.states`, and its tensors."""
+
+    window: int | None
+    states: tuple[linear_states.StateForm, ...]
+    leaves: list[Any]
+
+
+def _taken_apart(layer: Any, library: Any) -> _Part | None:
+    window: int | None
+    states: tuple[linear_states.StateForm, ...] = ()
+    kind = type(layer)
+    if kind is library.DynamicLayer:
+        window = 0
+    elif kind is library.DynamicSlidingWindowLayer and not layer.record_past:
+        window = layer.sliding_window
+    elif kind is library.DummyLayer:
+        window = None
+    elif kind in (kinds := linear_states.kinds(library)) and not layer.record_past:
+        attends, slides = kinds[kind]
+        window = (layer.sliding_window if slides else 0) if attends else None
+        states = linear_states.form_of(layer)
+    else:
+        return None
+    if window is not None and not layer.is_initialized:
+        window = -1 - window
+    leaves = [layer.keys, layer.values] if window is not None and window >= 0 else []
+    return _Part(window, states, leaves + linear_states.leaves_of(layer, states))
 
 
 @functools.cache
@@ -134,15 +171,17 @@ def restore(form: Form, leaves: list[Any]) -> Any:
         return cache
     layers = []
     given = iter(leaves)
-    for window in form.windows:
-        length = window if window >= 0 else -1 - window
-        layer = library.DynamicSlidingWindowLayer(sliding_window=length) if length else library.DynamicLayer()
-        if window >= 0:
+    for index, window in enumerate(form.windows):
+        state = form.states[index] if form.states else ()
+        layer = _empty_layer(library, window, len(state))
+        if window is not None and window >= 0:
             layer.keys, layer.values = next(given), next(given)
             layer.dtype, layer.device = layer.keys.dtype, layer.keys.device
             layer.is_initialized = True
-            if length:
+            if window:
                 layer.cumulative_length = leaves[-1].shape[0]
+        if state:
+            linear_states.give(layer, state, given)
         layers.append(layer)
     cache = library.DynamicCache()
     cache.layers = layers
@@ -150,10 +189,31 @@ def restore(form: Form, leaves: list[Any]) -> Any:
     return cache
 
 
+def _empty_layer(library: Any, window: int | None, states: int) -> Any:
+    length = window if window is None or window >= 0 else -1 - window
+    settings: dict[str, int] = {"sliding_window": length} if length else {}
+    if states:
+        slides = (length is not None, bool(length))
+        kind = next(kind for kind, has in linear_states.kinds(library).items() if has == slides)
+        return kind(number_of_states=states, **settings)
+    if length is None:
+        return library.DummyLayer()
+    return library.DynamicSlidingWindowLayer(**settings) if length else library.DynamicLayer()
+
+
 def _size(form: Form) -> int:
-    """How many tensors there are in a half."""
-    windows = [window for window in form.windows if window >= 0]
-    return 2 * len(windows) + any(windows)
+    """How many tensors there are in a cache of a form."""
+    return sum(1 for _ in _names(form))
+
+
+def varying_axes(state: State) -> list[tuple[int, ...]]:
+    """For each tensor the axes that differ from call to call: the batch, and the length so far of keys and values.
+
+    Args:
+        state: a cache taken apart.
+    """
+    names = [name.rpartition(".")[2] for name in _names(state.form)]
+    return [(0, 2) if name in ("keys", "values") else (0,) for name in names]
 
 
 def unfold(value: Any) -> Any:
@@ -165,69 +225,6 @@ def unfold(value: Any) -> Any:
     if "transformers.cache_utils" not in sys.modules or isinstance(value, Tensor):
         return value
     return pytree.tree_map(lambda leaf: state_of(leaf) or leaf, value, is_leaf=lambda part: state_of(part) is not None)
-
-
-def beyond_window(cache: Any, more: int) -> Any:
-    """A cache that has seen more tokens than any window of it is long; None where it has no window.
-
-    Its keys and values are drawn at random, like those that it is made from.
-
-    Args:
-        cache: a cache that can be taken apart.
-        more: by how many tokens the longest window is exceeded.
-    """
-    state = state_of(cache)
-    if state is None or state.form.halves or not any(window > 0 for window in state.form.windows):
-        return None
-    count = max(state.form.windows) + more
-    lengths = [min(window - 1, count) if window else count for window in state.form.windows if window >= 0]
-    generator = torch.Generator().manual_seed(0)
-    leaves = []
-    for index, leaf in enumerate(state.leaves[:-1]):
-        shape = (*leaf.shape[:2], lengths[index // 2], leaf.shape[3])
-        leaves.append(torch.randn(shape, generator=generator).to(leaf))
-    return restore(state.form, [*leaves, torch.empty((count, 0))])
-
-
-def fill(cache: Any, result: Any) -> Any:
-    """Give a cache the keys and values that a graph returned, and the result that cache: as the model would have.
-
-    Args:
-        cache: the cache that the caller holds.
-        result: what the graph returned.
-    """
-    made = result.past_key_values
-    if made is not cache:
-        _fill(cache, made)
-        result.past_key_values = cache
-    return result
-
-
-def _fill(cache: Any, made: Any) -> None:
-    if hasattr(cache, "is_updated"):
-        _fill(cache.self_attention_cache, made.self_attention_cache)
-        _fill(cache.cross_attention_cache, made.cross_attention_cache)
-        cache.is_updated.update(made.is_updated)
-        return
-    for layer, new in zip(cache.layers, made.layers):
-        vars(layer).update(vars(new))
-    cache.layers.extend(made.layers[len(cache.layers) :])
-
-
-def twin(cache: Any) -> Any:
-    """Another cache with the same keys and values, to be filled in the place of the first.
-
-    Args:
-        cache: a cache that can be taken apart.
-    """
-    other = copy.copy(cache)
-    if hasattr(cache, "is_updated"):
-        other.self_attention_cache = twin(cache.self_attention_cache)
-        other.cross_attention_cache = twin(cache.cross_attention_cache)
-        other.is_updated = dict(cache.is_updated)
-    else:
-        other.layers = [copy.copy(layer) for layer in cache.layers]
-    return other
 
 
 def begins_alike(form: Form, config: Any) -> bool:
@@ -244,16 +241,19 @@ def begins_alike(form: Form, config: Any) -> bool:
     made = state_of(library.DynamicCache(config=config))
     if made is None:
         return False
-    return form.windows == made.form.windows or (form.grows and all(window == -1 for window in made.form.windows))
+    alike = form.windows == made.form.windows and form.states == made.form.states
+    return alike or (form.grows and all(window == -1 for window in made.form.windows))
 
 
 def _names(form: Form) -> Iterator[str]:
     for half, name in zip(form.halves, ("self_attention_cache", "cross_attention_cache")):
         yield from (f"{name}.{inner}" for inner in _names(half))
     for index, window in enumerate(form.windows):
-        if window >= 0:
+        if window is not None and window >= 0:
             yield from (f"layers[{index}].keys", f"layers[{index}].values")
-    if any(window > 0 for window in form.windows):
+        if form.states:
+            yield from (f"layers[{index}].{name}" for name in linear_states.names(form.states[index]))
+    if form.longest_window > 0:
         yield "count"
 
 

@@ -6,6 +6,7 @@ Public names of transformers are used elsewhere too. `tests/capture/test_private
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from regraft.capture import torch_private
+from regraft.capture import linear_states, torch_private
 
 
 def is_pretrained(model: nn.Module) -> bool:
@@ -85,7 +86,8 @@ def ways(model: nn.Module) -> list[Callable[[], AbstractContextManager[Any]]]:
     plain: list[Callable[[], AbstractContextManager[Any]]] = [contextlib.nullcontext, _without_fast_path]
     if not is_pretrained(model):
         return plain
-    return [_attention_as_run, *plain, _patched] if _exporter() is not None else [_attention_as_run, *plain]
+    known = [_attention_as_run, *plain, _patched] if _exporter() is not None else [_attention_as_run, *plain]
+    return [functools.partial(_with_states_assigned, way) for way in known]
 
 
 def dress(gm: nn.Module, model: nn.Module) -> None:
@@ -97,6 +99,12 @@ def dress(gm: nn.Module, model: nn.Module) -> None:
     """
     if is_pretrained(model):
         gm.config = model.config
+
+
+@contextlib.contextmanager
+def _with_states_assigned(way: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    with linear_states.assigned(sys.modules.get("transformers.cache_utils")), way():
+        yield
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from regraft.capture import caches
+from regraft.capture import caches, filling
 from regraft.capture.transformers_adapter import collects
 from regraft.core.errors import NotCovered
 from regraft.dropin.entries import Entry
@@ -95,7 +95,7 @@ class Grafts:
             self.calls[entry.name] += 1
             if refused is not None:  # what is called next is likely to be of this entry's sizes too
                 self.entries = [entry, *(other for other in self.entries if other is not entry)]
-            return result if cache is None else caches.fill(cache, result)
+            return result if cache is None else filling.fill(cache, result)
         if refused is not None:
             return self._leave(f"{_first_line(refused)}", key="sizes", call=call)
         return self._leave("none of its graphs was captured for it", call=call)
@@ -240,7 +240,7 @@ class Grafts:
                 result = entry.run(call)
                 if cache is not None and not _has_cache(result):
                     return NOTHING
-                return result if cache is None else caches.fill(cache, result)
+                return result if cache is None else filling.fill(cache, result)
         return NOTHING
 
 

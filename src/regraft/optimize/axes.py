@@ -44,8 +44,7 @@ def _one_token_at_a_time(call: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Tensor):
             shapes[name] = varying(value)
         elif (state := caches.state_of(value)) is not None:
-            # the batch and the length so far; heads and their width are the model's
-            shapes[name] = [{axis: Dim.AUTO for axis in (0, 2) if axis < leaf.dim()} for leaf in state.leaves]
+            shapes[name] = [dict.fromkeys(axes, Dim.AUTO) for axes in caches.varying_axes(state)]
         elif leaves := [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]:
             shapes[name] = [varying(leaf) for leaf in leaves]
     return shapes

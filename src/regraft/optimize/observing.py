@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regraft.capture import caches
+from regraft.capture import caches, filling
 from regraft.dropin import Reader
 
 logger = logging.getLogger("regraft")
@@ -94,14 +94,14 @@ def beyond_the_window(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     for more, call in enumerate(calls, 1):
         cache = call["past_key_values"]
         state = caches.state_of(cache)
-        if state is None or state.form.halves or max(state.form.windows, default=0) <= 0:
+        if state is None or state.form.halves or state.form.states or state.form.longest_window <= 0:
             return []
-        window = max(state.form.windows)
+        window = state.form.longest_window
         if more == 1 and len(state.leaves[-1]) >= window:
             return []
         if sum(leaf.numel() // leaf.shape[2] * window for leaf in state.leaves[:-1]) > _LARGEST:
             return []
-        longer = {**call, "past_key_values": caches.beyond_window(cache, more)}
+        longer = {**call, "past_key_values": filling.beyond_window(cache, more)}
         if "position_ids" in call:
             longer["position_ids"] = torch.full_like(call["position_ids"], window + more)
         if "attention_mask" in call:

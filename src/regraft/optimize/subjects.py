@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from regraft.capture import caches, lift, trace
+from regraft.capture import caches, filling, lift, trace
 from regraft.capture.own_state import Attribute, set_meanwhile, used_meanwhile
 from regraft.capture.sample_inputs import Unmakeable, example_call
 from regraft.capture.transformers_adapter import is_pretrained, main_inputs
@@ -85,13 +85,13 @@ class Graph:
         args, kwargs = self.inputs
         if self.cache is None:
             return lambda: program(*args, **kwargs)
-        return lambda: program(*args, **{**kwargs, "past_key_values": caches.twin(self.cache)})
+        return lambda: program(*args, **{**kwargs, "past_key_values": filling.twin(self.cache)})
 
     def candidate(self) -> Callable[..., Any]:
         """The graph as the original is called: a cache that is given is filled."""
         if self.cache is None:
             return self.gm
-        return lambda **kwargs: caches.fill(kwargs["past_key_values"], self.gm(**kwargs))
+        return lambda **kwargs: filling.fill(kwargs["past_key_values"], self.gm(**kwargs))
 
 
 @dataclass

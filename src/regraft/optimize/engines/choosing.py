@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from regraft.capture import caches
+from regraft.capture import filling
 from regraft.core.history import history, undo
 from regraft.core.modules import graph_modules
 from regraft.core.mutation import Mutations
@@ -238,4 +238,4 @@ def _by_name(engine: Engine) -> Callable[..., Any]:
 def _candidate(graph: Graph, engine: Engine) -> Callable[..., Any]:
     if graph.cache is None:
         return _by_name(engine)
-    return lambda **kwargs: caches.fill(kwargs["past_key_values"], engine(kwargs))
+    return lambda **kwargs: filling.fill(kwargs["past_key_values"], engine(kwargs))
