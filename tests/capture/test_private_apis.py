@@ -316,7 +316,7 @@ def test_transformers() -> None:
     assert "is_torchdynamo_exporting()" in inspect.getsource(masking_utils)
     replaced = ("is_torchdynamo_exporting", "_vmap_expansion_sdpa", "TransformGetItemToIndex")
     before = [getattr(masking_utils, name) for name in replaced]
-    with transformers_adapter._attention_as_run():
+    with transformers_adapter._as_run(nn.ReLU()):
         assert masking_utils.is_torchdynamo_exporting.__module__ == transformers_adapter.__name__
         assert not any(getattr(masking_utils, name) is was for name, was in zip(replaced, before, strict=True))
         along_axes = masking_utils._vmap_expansion_sdpa

@@ -94,6 +94,11 @@ def decoder(kind: str) -> nn.Module:
         config = transformers.WhisperConfig(**_SPECIAL, **sides, max_target_positions=64)
         return transformers.WhisperForConditionalGeneration(config).eval()
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "max_position_embeddings": 64}
+    if kind == "Lfm2":  # a layer of a short convolution beside one of attention
+        sizes |= {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "block_ff_dim": 24}
+    if kind == "FalconH1":  # a layer that has keys and values, a convolution and a recurrent state
+        sizes |= {"head_dim": 8, "mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_head": 8, "mamba_d_state": 4}
+        sizes |= {"mamba_n_groups": 1, "mamba_chunk_size": 16}
     if kind in ("Mistral", "Gemma3"):
         sizes |= {"sliding_window": WINDOW, "head_dim": 8}
     if kind == "Gemma3":

@@ -86,7 +86,7 @@ def ways(model: nn.Module) -> list[Callable[[], AbstractContextManager[Any]]]:
     plain: list[Callable[[], AbstractContextManager[Any]]] = [contextlib.nullcontext, _without_fast_path]
     if not is_pretrained(model):
         return plain
-    known = [_attention_as_run, *plain, _patched] if _exporter() is not None else [_attention_as_run, *plain]
+    known = [lambda: _as_run(model), *plain, *([_patched] if _exporter() is not None else [])]
     return [functools.partial(_with_states_assigned, way) for way in known]
 
 
@@ -108,7 +108,7 @@ def _with_states_assigned(way: Callable[[], AbstractContextManager[Any]]) -> Ite
 
 
 @contextlib.contextmanager
-def _attention_as_run() -> Iterator[None]:
+def _as_run(model: nn.Module) -> Iterator[None]:
     """With the form of attention that the model chooses when it runs, by sizes, and not the one for export.
 
     For export transformers writes every causal mask out, because export without symbolic sizes would fix the choice,
@@ -117,6 +117,12 @@ def _attention_as_run() -> Iterator[None]:
 
     A mask that is not causal alone, as Gemma 3's for images, is made number by number with `torch.vmap`, which has no
     form in a graph; made from the same numbers along four axes it is the same mask.
+
+    For export linear attention solves its triangular systems row by row: thousands of nodes where the model runs one.
+    Not for export, state space models would scan by an operator of higher order, which a model as it runs does not.
+
+    Args:
+        model: a transformers model.
     """
     instead: dict[str, dict[str, Any]] = {
         "transformers.masking_utils": {
@@ -126,6 +132,8 @@ def _attention_as_run() -> Iterator[None]:
         },
         "transformers.integrations.sdpa_attention": {"is_torchdynamo_compiling": _no},
     }
+    for name in {type(part).__module__ for part in model.modules()}:
+        instead[name] = {"is_torchdynamo_exporting": _no, "associative_scan": None}
     changed = [
         (vars(sys.modules[module]), name, other)
         for module, names in instead.items()
