@@ -97,18 +97,24 @@ def state_of(cache: Any) -> State | None:
     replicated = cache.layer_class_to_replicate
     if replicated is not None and replicated is not library.DynamicLayer:
         return None
-    parts = [_taken_apart(layer, library) for layer in cache.layers]
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
+    windows: list[int | None] = []
+    states: list[tuple[linear_states.StateForm, ...]] = []
+    leaves: list[Any] = []
+    counts: list[int] = []  # symbols in a capture
+    for layer in cache.layers:  # in one loop, since it is gone through for each token
+        part = _taken_apart(layer, library)
+        if part is None:
+            return None
+        windows.append(part.window)
+        states.append(part.states)
+        leaves += part.leaves
+        if part.window is not None and part.window > 0:
+            counts.append(layer.cumulative_length)
+    if any(count != counts[0] for count in counts[1:]):
         return None
-    counts = [layer.cumulative_length for layer, part in zip(cache.layers, known) if (part.window or 0) > 0]
-    if any(count != counts[0] for count in counts):
-        return None
-    linear = any(type(layer) in linear_states.kinds(library) for layer in cache.layers)
-    states = tuple(part.states for part in known) if linear else ()
-    form = Form(tuple(part.window for part in known), replicated is not None, states=states)
-    leaves = [leaf for part in known for leaf in part.leaves]
-    return State(form, leaves + [torch.empty((count, 0)) for count in counts[:1]])
+    leaves += [torch.empty((count, 0)) for count in counts[:1]]
+    form = Form(tuple(windows), replicated is not None, states=tuple(states) if any(states) else ())
+    return State(form, leaves)
 
 
 class _Part(NamedTuple):
@@ -138,7 +144,7 @@ def _taken_apart(layer: Any, library: Any) -> _Part | None:
     if window is not None and not layer.is_initialized:
         window = -1 - window
     leaves = [layer.keys, layer.values] if window is not None and window >= 0 else []
-    return _Part(window, states, leaves + linear_states.leaves_of(layer, states))
+    return _Part(window, states, leaves + linear_states.leaves_of(layer, states) if states else leaves)
 
 
 @functools.cache
@@ -201,6 +207,7 @@ def _empty_layer(library: Any, window: int | None, states: int) -> Any:
     return library.DynamicSlidingWindowLayer(**settings) if length else library.DynamicLayer()
 
 
+@functools.lru_cache
 def _size(form: Form) -> int:
     """How many tensors there are in a cache of a form."""
     return sum(1 for _ in _names(form))
