@@ -4,8 +4,8 @@ A model fills its cache in place, and a part of the cache's state is numbers. A 
 the number of tokens that a window has seen a tensor without elements that is as long: a size, and so it may vary.
 A cache of another kind (of one length from the start, quantized) has no such form and stays what it is.
 
-This and `linear_states.py` alone know how transformers' caches are made inside. In a transformers where they are made
-another way every cache stays what it is, and `tests/capture/test_private_apis.py` fails.
+This, `filling.py` and `linear_states.py` alone know how transformers' caches are made inside. In a transformers where
+they are made another way every cache stays what it is, and `tests/capture/test_private_apis.py` fails.
 """
 
 from __future__ import annotations
