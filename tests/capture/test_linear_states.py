@@ -27,7 +27,7 @@ KINDS = {
 
 def inputs(tokens: int, states: int = 1, dtype: torch.dtype = torch.float32) -> list[Any]:
     """What a layer is told of some tokens: for each state its convolution's and its recurrent part; keys and values."""
-    made = [(torch.randn(2, 5, tokens), torch.randn(2, 3, 5).to(dtype)) for _ in range(states)]
+    made = [(torch.randn(2, 5, tokens).to(dtype), torch.randn(2, 3, 5).to(dtype)) for _ in range(states)]
     return [*made, (torch.randn(2, 2, tokens, 3), torch.randn(2, 2, tokens, 3))]
 
 
@@ -120,9 +120,12 @@ def test_assigned_states_leave_what_was_there() -> None:
     assert layer.conv_states[0] is kept
 
 
+@pytest.mark.parametrize("begun", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_twin_is_filled_for_itself(kind: str) -> None:
+def test_a_twin_is_filled_for_itself(kind: str, begun: bool) -> None:
     cache = filled(kind)
+    if not begun:  # which flags the first token sets
+        cache.layers[0] = KINDS[kind](1)
     was = copy.deepcopy(cache)
     other = filling.twin(cache)
     assert same(vars(other.layers[0]), vars(cache.layers[0]))
@@ -178,12 +181,15 @@ def test_a_triangular_system_is_solved_as_the_model_solves_it() -> None:
     assert torch.equal(gm(input_ids=ids, use_cache=False).logits, model(ids, use_cache=False).logits)
 
 
-def test_a_state_space_is_scanned_as_the_model_scans_it() -> None:
+def test_a_state_space_is_scanned_token_by_token_as_the_model_scans_it() -> None:
     from transformers import MambaConfig, MambaForCausalLM
 
-    torch.manual_seed(0)
-    model = MambaForCausalLM(MambaConfig(**_SIZES, state_size=4)).eval()
     ids = torch.randint(0, 32, (1, 9))
-    gm = rg.trace(model, kwargs={"input_ids": ids, "use_cache": False})
-    assert "associative_scan" not in gm.code
-    assert torch.equal(gm(input_ids=ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+    counts = []
+    for scan in (False, True):  # only a compiled model scans by the operator of higher order
+        torch.manual_seed(0)
+        model = MambaForCausalLM(MambaConfig(**_SIZES, state_size=4, use_associative_scan=scan)).eval()
+        gm = rg.trace(model, kwargs={"input_ids": ids, "use_cache": False})
+        assert torch.equal(gm(input_ids=ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+        counts.append(len(gm.graph.nodes))
+    assert counts[0] == counts[1]

@@ -119,7 +119,8 @@ def _as_run(model: nn.Module) -> Iterator[None]:
     form in a graph; made from the same numbers along four axes it is the same mask.
 
     For export linear attention solves its triangular systems row by row: thousands of nodes where the model runs one.
-    Not for export, state space models would scan by an operator of higher order, which a model as it runs does not.
+    A state space model scans token by token as it runs and for export, and by an operator of higher order where it is
+    compiled: it is left believing that it is exported.
 
     Args:
         model: a transformers model.
@@ -133,7 +134,8 @@ def _as_run(model: nn.Module) -> Iterator[None]:
         "transformers.integrations.sdpa_attention": {"is_torchdynamo_compiling": _no},
     }
     for name in {type(part).__module__ for part in model.modules()}:
-        instead[name] = {"is_torchdynamo_exporting": _no, "associative_scan": None}
+        if not hasattr(sys.modules.get(name), "mamba_selective_scan"):
+            instead[name] = {"is_torchdynamo_exporting": _no}
     changed = [
         (vars(sys.modules[module]), name, other)
         for module, names in instead.items()

@@ -161,7 +161,8 @@ class Grafts:
             model: The drop-in.
         """
         if self._watch is None:
-            self._watch = Watch(model, frozenset.intersection(*(entry.ignores for entry in self.entries)))
+            ignored = [entry.ignores for entry in self.entries]
+            self._watch = Watch(model, frozenset.intersection(*ignored) if ignored else frozenset())
         return self._watch
 
     def renew(self, model: nn.Module) -> None:
