@@ -269,7 +269,7 @@ def test_an_engine_is_taken_where_it_is_likely_faster(
     found = choosing.adopt_engine("torch", Graph("forward", gm, ((), call), model), entry, 0.01, True, {})
     assert (found.engine, entry.engine is not None) == (("onednn", True) if taken else ("torch", False))
     assert said in found.tried["onednn"]
-    assert pairs == [6]
+    assert pairs == [choosing.PAIRS]
 
 
 def test_an_engine_that_is_not_installed_says_how_to_get_it(monkeypatch) -> None:

@@ -133,17 +133,42 @@ def test_what_twelve_pairs_could_not_tell_is_not_measured_on(later: str, pairs: 
         ([9.3] * 6, 8),
         ([10.7] * 6, 8),
         ([9.0] * 5 + [9.5], 8),
-        ([5.0] * 5 + [20.0], 12),
+        ([5.0] * 3 + [9.5] * 2 + [20.0], 12),
         ([9.0] * 3 + [11.1] * 3, 6),
+        ([7.9] * 4, 4),
+        ([12.7] * 4, 4),
+        ([8.1] * 4, 6),
+        ([7.9] * 3 + [8.1], 6),
+        ([5.0] * 3 + [20.0], 12),
     ],
 )
-def test_six_pairs_are_enough_where_each_of_them_is_a_tenth_off(seconds: list[float], pairs: int) -> None:
+def test_the_further_off_each_pair_is_the_fewer_are_enough(seconds: list[float], pairs: int) -> None:
     clock, times = Clock(), iter([1.0, *seconds, *[seconds[0]] * 10])
 
     def candidate() -> None:
         clock.now += next(times)
 
     assert compare(clock, clock.program("a", 10.0), candidate).pairs == pairs
+
+
+@pytest.mark.parametrize(("most", "pairs"), [(6, 2), (8, 2), (10, 4), (12, 6), (40, 6)])
+def test_the_fewer_pairs_there_may_be_the_sooner_they_can_tell_nothing(most: int, pairs: int) -> None:
+    """Of six, one on either side puts 1 into the interval; of ten, two do, and of twelve, three."""
+    clock, calls = Clock(), iter("ooxxoxox" + 10 * "o")
+
+    def candidate() -> None:
+        clock.now += {"o": 9.5, "x": 10.5}[next(calls)]
+
+    found = compare(clock, clock.program("a", 10.0), candidate, max_pairs=most)
+    assert found.pairs == pairs
+    assert found.low < 1 < found.high
+
+
+def test_what_is_in_all_of_a_few_pairs_is_not_called_95_percent() -> None:
+    """Of five values or fewer the median of what they are drawn from is between the ends in 94 % or less."""
+    six, five = (measure.Comparison(1.0, 0.5, 0.5, 0.45, 0.55, (0.5,) * n, 1) for n in (6, 5))
+    assert six.describe() == "0.50x the time (95% 0.45–0.55, 6 pairs)"
+    assert five.describe() == "0.50x the time (all in 0.45–0.55, 5 pairs)"
 
 
 @pytest.mark.parametrize(("seconds", "calls"), [(0.01, 2), (15.0, 2), (25.0, 3)])

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-# Twelve, because the interval may then leave out two at either end, where with ten it is one. Eight where all of those
-# fall on one side of 1: of two equal programs that happens in 0.8 % of all cases, and both looks err in under 5 %. Six
-# where all are off 1 by more than a tenth, too, which of equal programs is rarer still.
-# Fewer where more than two fall on either side: whatever the others would be, 1 is in the interval of twelve.
-MIN_PAIRS, _FEW_PAIRS, _CLEAR_PAIRS, _LEFT_OUT = 12, 8, 6, 2
-_CLEAR = 1.1
+# Twelve, because the interval may then leave out two at either end, where with ten it is one. Fewer where all of them
+# fall on one side of 1: eight, since of two equal programs that happens in 0.8 % of all cases, and both looks err in
+# under 5 %; six where each is off 1 by a tenth, and four where each is by a quarter, which of equal programs is rarer
+# still. And fewer where so many fall on either side that 1 is in the interval of all, whatever the others are.
+MIN_PAIRS = 12
+_ENOUGH = {4: 1.25, 6: 1.1, 8: 1.0}
 # On a busy machine: go on for so many times as long while the interval is wider than this part of the ratio.
 _PATIENCE, _WIDE = 2, 0.1
 
@@ -84,9 +84,9 @@ class Comparison:
         '0.90x the time (95% 0.88–0.91, 40 pairs)'
         """
         digits = 2 if abs(self.ratio - 1) >= 0.02 else 3
-        return (
-            f"{self.ratio:.{digits}f}x the time (95% {self.low:.{digits}f}–{self.high:.{digits}f}, {self.pairs} pairs)"
-        )
+        held = "95% " if 2 * 0.5**self.pairs <= 0.05 else "all in "  # fewer pairs are between their ends less often
+        within = f"{held}{self.low:.{digits}f}–{self.high:.{digits}f}"
+        return f"{self.ratio:.{digits}f}x the time ({within}, {self.pairs} pairs)"
 
     def __str__(self) -> str:
         """`reason`, with the times."""
@@ -124,8 +124,8 @@ def compare_speed(
             call's own noise average out.
         pause_seconds: Before each block, wait for so long, and make one call that is not timed: for programs that have
             threads of their own, which go on spinning after a call and slow whatever runs next.
-        min_pairs: At least so many pairs; or 8 that agree, or 6 of which each differs by a tenth, or as many as show
-            that 12 would tell no difference.
+        min_pairs: At least so many pairs; or 8 that agree, 6 of which each differs by a tenth, 4 of which each does by
+            a quarter, or as many as show that 12, or `max_pairs` if that is less, would tell no difference.
         max_pairs: Stop here.
         grad: Time with gradients recorded; by default they are not, as in inference.
         timer: The clock, in seconds.
@@ -164,7 +164,8 @@ def compare_speed(
         calls = max(1, round(block_seconds / slowest)) if slowest > 0 else 100
         times = [(warm[0][-1], warm[1][-1])] if calls == 1 and not pause_seconds else []
         block = partial(_block, calls=calls, pause=pause_seconds, timer=timer)
-        goes_on = partial(_goes_on, min_seconds=min_seconds, pairs=min_pairs)
+        leave_out = _outside(min(max_pairs, MIN_PAIRS))
+        goes_on = partial(_goes_on, min_seconds=min_seconds, pairs=min_pairs, leave_out=leave_out)
         _measure(times, partial(block, baseline), partial(block, candidate), goes_on, max_pairs, timer)
     ratios = tuple(ours / theirs for theirs, ours in times)
     low, high = median_interval(ratios)
@@ -206,16 +207,12 @@ def _measure(
             gc.enable()
 
 
-def _goes_on(times: list[tuple[float, float]], spent: float, min_seconds: float, pairs: int) -> bool:
+def _goes_on(times: list[tuple[float, float]], spent: float, min_seconds: float, pairs: int, leave_out: int) -> bool:
     if len(times) < pairs:
-        ahead = sum(ours < theirs for theirs, ours in times)
-        behind = len(times) - ahead
-        agree = len(times) == _FEW_PAIRS and _FEW_PAIRS in (ahead, behind)
-        clear = len(times) == _CLEAR_PAIRS and _CLEAR_PAIRS in (
-            sum(theirs > _CLEAR * ours for theirs, ours in times),
-            sum(ours > _CLEAR * theirs for theirs, ours in times),
-        )
-        return spent < min_seconds or not (clear or agree or min(ahead, behind) > _LEFT_OUT)
+        ahead, behind = (sum(a < b for a, b in times), sum(b < a for a, b in times))
+        off = _ENOUGH.get(len(times), math.inf)
+        clear = all(b > off * a for a, b in times) or all(a > off * b for a, b in times)
+        return spent < min_seconds or not (clear or min(ahead, behind) > leave_out)
     if not min_seconds <= spent < _PATIENCE * min_seconds:
         return spent < min_seconds
     # Asks for the width alone: to go on until the interval excludes 1 would find differences where there are none.
@@ -268,13 +265,17 @@ def median_interval(values: tuple[float, ...], confidence: float = 0.95) -> tupl
     (6.0, 15.0)
     """
     ordered = sorted(values)
-    n = len(ordered)
-    # Cut k values off each end while the chance that the median lies outside stays within what is allowed.
+    k = _outside(len(ordered), confidence)
+    return ordered[k], ordered[len(ordered) - 1 - k]
+
+
+def _outside(n: int, confidence: float = 0.95) -> int:
+    """How many of n values may be cut off each end while the chance that the median is outside stays allowed."""
     outside, k = 2 * 0.5**n, 0
     while k + 1 <= (n - 1) // 2 and outside + 2 * math.comb(n, k + 1) * 0.5**n <= 1 - confidence:
         k += 1
         outside += 2 * math.comb(n, k) * 0.5**n
-    return ordered[k], ordered[n - 1 - k]
+    return k
 
 
 def _milliseconds(seconds: float) -> str:

@@ -37,7 +37,7 @@ PAUSE = 0.03
 #: how many times as long as a step an engine is measured: nothing makes more of a difference, nor is so hard to tell
 LONGER = 3
 #: so many pairs are enough at least: the lower median is the better guess even where the difference is not certain
-PAIRS = 6
+PAIRS = 4
 #: what an engine has to take at most, relative to what runs otherwise: it holds the weights once more
 WORTH = 0.98
 #: what is tried where torch itself is to run the graph: what comes with it, and needs neither a compiler nor a package
