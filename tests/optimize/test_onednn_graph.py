@@ -535,12 +535,40 @@ SCALED: list[tuple[Function, int]] = [
 def test_an_image_times_a_number_for_each_channel(function: Function, number: int) -> None:
     module, x = Of(function), torch.randn(SIZE)
     forms = Forms(symbolic_trace(module), [weight(*SIZE)])
-    assert len(forms.known.scaled) == number
-    assert not any(forms.larger.get(node) for node in forms.known.scaled)
-    apart = {other for node in forms.known.scaled for other in (node, *node.all_input_nodes)}
+    assert len(forms.known.by_torch) == number
+    assert not any(forms.larger.get(node) for node in forms.known.by_torch)
+    apart = {other for node in forms.known.by_torch for other in (node, *node.all_input_nodes)}
     assert apart <= forms.known.viewed  # a kernel that took it in would read beyond the numbers
     (found,) = built(module, weight(*SIZE))([x])
     torch.testing.assert_close(found, module(x), rtol=0, atol=1e-5 * float(module(x).abs().max()))
+
+
+def merged(x: Tensor) -> Tensor:
+    """The parts of a merged layer's result."""
+    return F.linear(x, weight(16, 10))
+
+
+GATED: list[tuple[Function, int]] = [
+    (lambda x: F.linear(F.silu(merged(x)[..., :8]) * merged(x)[..., 8:], weight(10, 8)), 0),
+    (lambda x: F.linear(merged(x)[..., :8] * merged(x)[..., 8:].tanh(), weight(10, 8)), 0),
+    (lambda x: F.linear(merged(x)[..., :8] * merged(x)[..., 8:], weight(10, 8)), 0),
+    (lambda x: F.linear(F.silu(merged(x)[..., :8]) * x[..., :8], weight(10, 8)), 0),
+    (lambda x: F.silu(merged(x)[..., :8]) * merged(x)[..., 8:], 1),  # its result may be fused with what follows
+    (lambda x: F.linear(F.silu(merged(x)[..., :8]) + merged(x)[..., 8:], weight(10, 8)), 1),
+    (lambda x: F.linear(merged(x)[..., :8] * F.linear(x, weight(8, 10)), weight(10, 8)), 1),  # with what comes before
+    (lambda x: F.linear(merged(x)[..., :8] * weight(8), weight(10, 8)), 2),  # a constant
+    (lambda x: F.linear(merged(x)[..., :8].mul_(merged(x)[..., 8:]), weight(10, 8)), 1),
+]
+
+
+@pytest.mark.parametrize(("function", "copies"), GATED)
+def test_a_gate_is_given_parts_of_merged_layers(function: Function, copies: int) -> None:
+    module, x = Of(function), weight(*SIZE)
+    forms = Forms(symbolic_trace(module), [x])
+    assert sum(map(len, forms.larger.values())) == copies
+    run = built(module, x)
+    for given in (x, 1 - x):
+        torch.testing.assert_close(run([given])[0], module(given), rtol=1e-4, atol=1e-4)
 
 
 def test_an_image_of_which_others_see_what_is_written_is_not_taken_out() -> None:
@@ -552,7 +580,7 @@ def test_an_image_of_which_others_see_what_is_written_is_not_taken_out() -> None
 
     x = weight(*SIZE)
     forms = Forms(symbolic_trace(Of(function)), [x])
-    assert not forms.known.scaled
+    assert not forms.known.by_torch
     torch.testing.assert_close(result_of(forms, x), function(x))
 
 

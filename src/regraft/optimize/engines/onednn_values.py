@@ -1,0 +1,195 @@
+"""What is noted of a graph as it runs on the sample: what oneDNN Graph goes wrong at, or has no form for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from regraft.core.vocabulary import ATTENTION, Call, read
+from regraft.optimize.engines.onednn_columns import of_columns_read
+from regraft.optimize.engines.onednn_fusions import PRODUCTS, called, is_factor, kept_apart, overwritten, read_twice
+from regraft.optimize.engines.onednn_layouts import Images, as_reshape, is_view, lies_oddly, order, steps_oddly
+from regraft.optimize.engines.onednn_rotation import Rotation
+from regraft.optimize.engines.onednn_same import same_in_each_call
+from regraft.optimize.engines.onednn_spelling import respelled
+from regraft.optimize.engines.written_attention import Mask, WrittenAttention
+
+BROADCASTING = {
+    *(name + end for name in ("add", "sub", "mul", "div", "masked_fill") for end in ("", "_")),
+    *(f"i{name}" for name in ("add", "sub", "mul", "truediv")),
+    *("truediv", "true_divide", "multiply", "subtract", "divide", "rsub", "pow"),
+    *("maximum", "minimum", "max", "min", "where", "softmax"),
+}
+"""Operations that are fused with tensors of their result's size alone, by the names of their functions and methods."""
+_IN_PLACE = {name for name in BROADCASTING if name.endswith("_")} | {"iadd", "isub", "imul", "itruediv"}
+_ADDING = {"addmm", "baddbmm", "addmv", "addbmm"}
+"""Matrix products that are added to their first tensor."""
+Form = tuple[torch.Size, tuple[int, ...]]
+"""The size of a tensor, and its axes from the one with the longest step."""
+
+
+class Values(Images):
+    """Runs a graph and notes of every tensor its size, and what oneDNN Graph goes wrong at.
+
+    Attributes:
+        forms: The size of each tensor, and the order of its axes.
+        odd: The tensors that lie oddly.
+        rows: The products of a single row.
+        products: The matrix products.
+        by_torch: The calls that are left to torch, which takes tensors of any form.
+        scattered: The tensors in which the elements of no row, and of no column, lie side by side.
+        viewed: The tensors that are looked at anew.
+        steady: The tensors that depend on sizes and weights alone, as they are in the sample.
+        results: The tensors among the results that are steady, and None for each of the others.
+        respelled: The calls that are spelled otherwise, as functions of the values of the nodes.
+        renewing: What is called where a node would write into its argument, and need not.
+        attentions: The calls of fused attention that can be written out, and
+        masks: the masks of those that are the same in each call.
+    """
+
+    def __init__(self, gm: GraphModule, images: bool) -> None:
+        super().__init__(gm, images)
+        self.gm = gm
+        self.forms: dict[Node, Form] = {}
+        self.odd: set[Node] = set()
+        self.rows: set[Node] = set()
+        self.products = {node for node in gm.graph.nodes if called(node, gm) in PRODUCTS}
+        self.by_torch: set[Node] = set()
+        self.scattered: set[Node] = set()
+        self.viewed: set[Node] = set()
+        self.steady: dict[Node, Tensor] = {}
+        self.results: list[Tensor | None] = []
+        self.respelled: dict[Node, Callable[[Mapping[Node, Any]], Tensor]] = {}
+        self.renewing: dict[Node, Callable[..., Tensor]] = {}
+        self.attentions: dict[Node, WrittenAttention] = {}
+        self.masks: dict[Any, Mask] = {}
+        self._same = same_in_each_call(gm)
+        self._apart, self._twice = kept_apart(gm) | overwritten(gm), read_twice(gm)
+
+    def run_node(self, n: Node) -> Any:
+        """See `Interpreter.run_node`."""
+        try:
+            result = self._renewed(n) if n in self.out_of_place else super().run_node(n)
+        except RuntimeError:
+            if self.writes or not is_view(n):
+                raise
+            self.respelled[n] = partial(as_reshape, n)
+            result = self.respelled[n](self.env)
+        if isinstance(result, Tensor):
+            result = self.in_rows(n, result)
+            self._note(n, result)
+        if n.op == "output":
+            kept = {id(self.env[node]) for node in n.all_input_nodes if node in self.steady}
+            self.results = [leaf.detach() if id(leaf) in kept else None for leaf in tensors(result)]
+        return result
+
+    def _renewed(self, n: Node) -> Any:
+        """What a node gives, in memory of its own if that is of the size of what it would write to; of its type."""
+        written, instead = self.out_of_place[n]
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        dtype, size = self.env[written].dtype, self.env[written].shape
+        result = instead(*args, **kwargs)
+        if result.shape != size:
+            return super().run_node(n)
+        self.renewing[n] = instead if result.dtype == dtype else lambda *a, **k: instead(*a, **k).to(dtype)
+        return result.to(dtype)
+
+    def _note(self, n: Node, result: Tensor) -> None:
+        self.forms[n] = result.shape, order(result)
+        name = called(n, self.gm)
+        if n in self._same:
+            self.steady[n] = result.detach()  # it may be a parameter
+        if lies_oddly(result):
+            self.odd.add(n)
+        if 1 not in result.stride()[-2:]:
+            self.scattered.add(n)
+        pixel = result.ndim == 4 and result.shape[2:].numel() == 1  # of which a sum and a product have no fast kernel
+        if n in self._apart or steps_oddly(result) or (pixel and is_factor(n, self.gm)):
+            self.viewed.add(n)
+        if self._is_scaled(n, result) or self._is_gate(n):  # nothing is fused with what is looked at anew
+            self.by_torch.add(n)
+            self.viewed.update((n, *n.all_input_nodes))
+        if n in self.products and result.shape[-2:-1].numel() == 1:
+            self.rows.add(n)
+            if name in _ADDING and n.all_input_nodes[0] not in self._same:
+                raise ValueError(f"{n.name} adds a product of one row to what is computed")
+        call = read(n, self.gm)
+        other = respelled(n, name, call, result, self.env, self.steady)
+        if other is not None:
+            self.respelled[n] = other
+        self.respelled |= of_columns_read(n, self.gm, self.steady)
+        self._note_rotation(n, result)
+        if call is not None and call.operation is ATTENTION:
+            self._note_attention(n, call)
+
+    def _is_scaled(self, n: Node, result: Tensor) -> bool:
+        if self._writes(n) or not is_factor(n, self.gm) or result.ndim != 4:
+            return False
+        sizes = [self.forms[a][0] for a in n.all_input_nodes if a in self.forms and a not in self.steady]
+        pixels = torch.Size((*result.shape[:2], 1, 1))
+        return pixels != result.shape and sorted(sizes) == sorted((pixels, result.shape))
+
+    def _is_gate(self, n: Node) -> bool:
+        """Whether it multiplies parts of merged layers: they have gaps, and nothing would be fused with it anyway."""
+        given = n.all_input_nodes
+        if n not in self._apart or self._writes(n) or not is_factor(n, self.gm) or self.odd.isdisjoint(given):
+            return False
+        return all(a in self.odd or a in self.viewed for a in given) and self.steady.keys().isdisjoint(given)
+
+    def _note_rotation(self, n: Node, result: Tensor) -> None:
+        turning = None if self.writes else Rotation.of(n, result, self.gm, self.forms)
+        if turning is not None and turning.negated not in self.steady:
+            spelled = turning.spelled(self.steady.get(turning.sine), self.gm)
+            self.respelled |= spelled
+            self.by_torch.update(spelled)
+            self.viewed.discard(turning.turned)
+            if turning.straight in spelled:
+                self.viewed.update((turning.straight, *turning.straight.all_input_nodes))
+
+    def _writes(self, n: Node) -> bool:
+        return called(n, self.gm) in _IN_PLACE and n not in self.renewing
+
+    def _note_attention(self, n: Node, call: Call) -> None:
+        written = WrittenAttention.of(call, self.env)
+        if written is None:
+            return
+        self.attentions[n] = written
+        mask = written.call["attn_mask"]
+        if written.mask is not None and written.mask not in self.masks and (mask is None or mask in self._same):
+            self.masks[written.mask] = written.prepared(self.env).known()
+
+    def to_enlarge(self, node: Node) -> dict[Node, Form]:
+        """The tensors that a call is not to be given as they are, with the form that they get."""
+        given = [argument for argument in node.all_input_nodes if argument in self.forms]
+        form = self.forms.get(node)
+        if form is None or not given:
+            return {}
+        several, twice = len(given) > 1, self._twice.get(node, ())
+        if self._writes(node):  # what is written to has to stay what it is
+            del given[0]
+        found: dict[Node, Form] = {}
+        for a in given:
+            other = self.forms[a] != form and (several or self.forms[a][0] == form[0])
+            if a in self.odd or a in self.steady or other or (several and a in twice):
+                found[a] = form
+        return found
+
+    def to_gather(self, node: Node) -> dict[Node, Form]:
+        """The matrices that a product is not to be given as they are, with their form: its kernel for them is slow."""
+        sizes = {a: self.forms[a][0] for a in node.all_input_nodes if a in self.scattered}
+        return {a: (size, tuple(range(len(size)))) for a, size in sizes.items()}
+
+
+def tensors(results: Any) -> list[Tensor]:
+    """The tensors among the results of a graph.
+
+    Args:
+        results: The results.
+    """
+    return [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
