@@ -59,6 +59,7 @@ TURNED: dict[str, Function] = {
     "added to what others read": lambda x: (y := heads(x) * cosine(x)) + halves(heads(x)) * sine(x) - y.exp(),
     "added to twice itself": lambda x: heads(x) * 2 + halves(heads(x)) * sine(x),
     "halves of two": lambda x: cosine(x) + torch.cat((-heads(x)[..., 4:], heads(x).exp()[..., :4]), 3) * sine(x),
+    "of two types": lambda x: heads(x).bfloat16() * 2 + halves(heads(x).bfloat16()) * sine(x).float(),
     "three axes": lambda x: x * x.exp() + torch.cat((x[..., 12:].neg(), x[..., :12]), 2) * weight(24).to(x.dtype),
     "attention": attention,
 }
@@ -92,19 +93,18 @@ def test_its_products_are_not_given_copies() -> None:
         lambda x: heads(x) - halves(heads(x)) * sine(x),
         lambda x: heads(x) + halves(heads(x)) / sine(x),
         lambda x: heads(x) + halves(heads(x)) * 2,
-        lambda x: heads(x) + (y := halves(heads(x)) * sine(x)) * y,  # of which others read the product
+        lambda x: heads(x) + (y := halves(heads(x)) * sine(x)) - y.exp(),  # of which others read the product
         lambda x: heads(x) + (y := halves(heads(x))) * sine(x) - y,  # the halves
         lambda x: heads(x) + torch.cat((y := -heads(x)[..., 4:], heads(x)[..., :4]), 3) * sine(x) - y.sum(),
         lambda x: (y := halves(heads(x)) * sine(x)) + y,
         lambda x: heads(x) + torch.cat((heads(x)[..., 4:], -heads(x)[..., :4]), -1) * sine(x),
         lambda x: heads(x) + torch.cat((heads(x)[..., 4:], heads(x)[..., :4]), -1) * sine(x),
         lambda x: heads(x) + torch.cat((-heads(x)[..., 3:], heads(x)[..., :3]), -1) * sine(x),  # of two sizes
-        lambda x: heads(x) + torch.cat((-heads(x)[..., 6:], heads(x)[..., :4], heads(x)[..., :2]), -1) * sine(x),
-        lambda x: heads(x)[:, :, :4] + torch.cat((-heads(x)[:, :, 3:], heads(x)[:, :, :2]), 2) * weight(8),
+        lambda x: heads(x) + torch.cat((-heads(x)[..., 4:], heads(x)[..., :2], heads(x)[..., :2]), -1) * sine(x),
+        lambda x: heads(x)[:, :, 1:, :2] + torch.cat([-x[:, None, :2, :1], x[:, None, 2:4, :1]], 2) * weight(2),
         lambda x: heads(x) + halves(heads(x)) * sine(x)[..., :1],  # the sign would be of one number
-        lambda x: heads(x) + halves(heads(x)) * 2 * sine(x).double(),
-        lambda x: heads(x) + halves(weight(5, 8)) * sine(x) * heads(x),
-        lambda x: heads(x) + halves(weight(5, 8)) * heads(x),  # the same in each call, and so not computed in it
+        lambda x: heads(x) + halves(heads(x)) * sine(x).double(),
+        lambda x: heads(x) + halves(torch.arange(x.size(2) // 3).float()) * heads(x),  # the same in each call
         lambda x: (y := heads(x)) + halves(y) * sine(x) + y[..., :4].mul_(2).sum() * y,  # others see what is written
     ],
 )

@@ -35,7 +35,6 @@ class Rotation:
         other: The other half.
         sine: The sine, of the size of a row along the last axis.
         size: The size of a half along that axis.
-        dtype: The type of the sum.
     """
 
     total: Node
@@ -47,7 +46,6 @@ class Rotation:
     other: Node
     sine: Node
     size: int
-    dtype: torch.dtype
 
     @staticmethod
     def of(
@@ -73,7 +71,7 @@ class Rotation:
                 negated, half, other = halves
                 size = forms[half][0][-1]
                 if forms[sine][0][-1:] == (2 * size,):
-                    return Rotation(total, straight, turned, joined, negated, half, other, sine, size, result.dtype)
+                    return Rotation(total, straight, turned, joined, negated, half, other, sine, size)
         return None
 
     def spelled(self, sine: Tensor | None, gm: GraphModule) -> dict[Node, Callable[[Mapping[Node, Any]], Any]]:
@@ -90,7 +88,7 @@ class Rotation:
             self.turned: lambda env: (env[self.joined], self._signed(env[self.sine]) if known is None else known),
             self.total: self._sum,
         }
-        factors = _pair(read(self.straight, gm), MULTIPLY) if len(self.straight.users) == 1 else ()
+        factors = _pair(read(self.straight, gm), MULTIPLY)
         if factors:
             found[self.straight] = lambda env: env[factors[0]] * env[factors[1]]
         return found
@@ -99,9 +97,7 @@ class Rotation:
         return _joined(-sine[..., : self.size], sine[..., self.size :])
 
     def _sum(self, env: Mapping[Node, Any]) -> Tensor:
-        straight, turned = env[self.straight], env[self.turned]
-        halves, sine = (tensor.to(self.dtype) for tensor in turned)
-        return torch.addcmul(straight.to(self.dtype), halves, sine)
+        return torch.addcmul(env[self.straight], *env[self.turned])
 
 
 def _pair(call: Call | None, operation: Operation) -> tuple[Node, ...]:
@@ -123,10 +119,9 @@ def _halves(
     if negation is None or negation.operation is not NEGATE or not isinstance(other, Node):
         return None
     negated, half = negation.node, negation.input
-    if len(joined.users) > 1 or len(negated.users) > 1 or half not in forms or other not in forms:
+    if len(joined.users) > 1 or len(negated.users) > 1 or half not in forms:
         return None
-    size = forms[half][0]
-    return (negated, half, other) if size == forms[other][0] and axis in (-1, len(size) - 1) else None
+    return (negated, half, other) if axis in (-1, len(forms[half][0]) - 1) else None
 
 
 def _joined(first: Tensor, second: Tensor) -> Tensor:

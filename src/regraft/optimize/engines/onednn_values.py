@@ -140,7 +140,7 @@ class Values(Images):
         given = n.all_input_nodes
         if n not in self._apart or self._writes(n) or not is_factor(n, self.gm) or self.odd.isdisjoint(given):
             return False
-        return all(a in self.odd or a in self.viewed for a in given) and self.steady.keys().isdisjoint(given)
+        return all(a in self.odd or a in self.viewed for a in given)
 
     def _note_rotation(self, n: Node, result: Tensor) -> None:
         turning = None if self.writes else Rotation.of(n, result, self.gm, self.forms)
@@ -148,7 +148,6 @@ class Values(Images):
             spelled = turning.spelled(self.steady.get(turning.sine), self.gm)
             self.respelled |= spelled
             self.by_torch.update(spelled)
-            self.viewed.discard(turning.turned)
             if turning.straight in spelled:
                 self.viewed.update((turning.straight, *turning.straight.all_input_nodes))
 
