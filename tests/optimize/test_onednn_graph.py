@@ -46,6 +46,14 @@ OPERATORS: dict[str, Function] = {
     "transposed conv": lambda x: F.conv_transpose2d(x, weight(6, 8, 3, 3), W8, 2, 1, 1),
     "batch norm": lambda x: F.batch_norm(x, W6, W6.abs() + 0.1, W6 + 1, W6, eps=1e-2),
     "layer norm": lambda x: F.layer_norm(x, [10], W10, W10, eps=0.3),
+    "rms norm": lambda x: F.rms_norm(x, [10], W10, eps=0.3),
+    "rms norm without a weight": lambda x: F.rms_norm(x, [10], eps=1e-6),
+    "rms norm over two axes": lambda x: F.rms_norm(x, [12, 10], weight(12, 10), 0.02),
+    "rms norm of nothing": lambda x: x + F.rms_norm(x[..., :0], [0], eps=0.1).sum(-1, keepdim=True),
+    "rms norm of a sum, for a layer": lambda x: F.linear(
+        F.rms_norm(x + F.linear(x, weight(10, 10)), [10], W10, 0.1), weight(9, 10)
+    ),
+    "rms norm with torch's own eps": lambda x: F.rms_norm(x, [10], W10),
     "group norm": lambda x: F.group_norm(x, 3, W6, W6),
     "max pool": lambda x: F.max_pool2d(x, 3, 2, 1, ceil_mode=True),
     "max pool dilated": lambda x: F.max_pool2d(x, 3, 1, 1, 2),
@@ -287,6 +295,33 @@ def test_a_length_is_the_root_of_a_sum_of_squares(function: Function, respelled:
     assert (found.shape, found.dtype) == (expected.shape, gm(x).dtype)
     once = 0.51 if dtype is torch.bfloat16 else 2  # in float32 the squares are rounded, too
     torch.testing.assert_close(found.double(), expected, rtol=once * torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_an_rms_norm_is_as_near_to_float64_as_torchs(weighted: bool, dtype: torch.dtype) -> None:
+    module = Of(nn.RMSNorm(300, eps=1e-3, elementwise_affine=weighted))
+    if weighted:
+        nn.init.normal_(module.functions[0].weight)
+    module, x = module.to(dtype), torch.randn(2, 7, 300, dtype=dtype)
+    assert len(Forms(symbolic_trace(module), [x]).known.respelled) == 1
+    run = built(module, x)
+    for given in (x, 30 * x + 20, x * 1e-3, torch.zeros_like(x)):
+        exact = module.double()(given.double())
+        found, usual = ((y.double() - exact).norm() for y in (run([given])[0], module.to(dtype)(given)))
+        assert found <= 1.1 * usual + 1e-7 * exact.norm()
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_an_rms_norm_is_no_part_of_the_product_that_reads_it(weighted: bool) -> None:
+    module, x = (
+        Of(lambda x: F.linear(F.rms_norm(x, [10], W10 if weighted else None, 0.1), weight(9, 10))),
+        weight(12, 10),
+    )
+    forms = Forms(symbolic_trace(module), [x])
+    program: Any = torch.jit.trace(forms, (x, *forms.beside), check_trace=False).graph
+    (product,) = program.findAllNodes("aten::linear")
+    assert next(iter(product.inputs())).node().kind() == "aten::alias"
 
 
 def test_a_product_of_one_row_and_a_sum_become_apart() -> None:

@@ -14,8 +14,8 @@ from torch.fx.node import map_arg
 from torch.nn import functional as F
 
 from regraft.core.padding import padded_ends
-from regraft.core.vocabulary import BATCH_NORM, CONV, GELU, LAYER_NORM, Call
-from regraft.optimize.engines.onednn_layouts import dense, lies_oddly, order
+from regraft.core.vocabulary import BATCH_NORM, CONV, GELU, LAYER_NORM, RMS_NORM, Call
+from regraft.optimize.engines.onednn_layouts import anew, dense, lies_oddly, order
 
 Env = Mapping[Node, Any]
 Spelling = Callable[[Env], Tensor]
@@ -41,6 +41,8 @@ def respelled(node: Node, name: str, call: Call | None, result: Tensor, env: Env
         return partial(_gelu_by_tanh, call.input)
     if call is not None and call.operation in (LAYER_NORM, BATCH_NORM):
         return _norm(call, env) if call["weight"] is None or call["bias"] is None else None
+    if call is not None and call.operation is RMS_NORM:
+        return _rms_norm(call, env)
     if call is not None and call.operation is CONV and isinstance(call["padding"], str):
         return _padded_by_numbers(call, env)
     if name == "addmm":
@@ -90,6 +92,25 @@ def _norm(call: Call, env: Env) -> Spelling | None:
             return F.layer_norm(env[given], shape, weight, bias, call["eps"])
         mean, variance = (_value(call[name], env) for name in ("running_mean", "running_var"))
         return F.batch_norm(env[given], mean, variance, weight, bias, eps=call["eps"])
+
+    return compute
+
+
+def _rms_norm(call: Call, env: Env) -> Spelling | None:
+    """`x / sqrt(mean(x^2) + eps)`, without torch's mean and power, which take a third of its time."""
+    given, shape, eps = call.input, map_arg(call["normalized_shape"], env.__getitem__), call["eps"]
+    axes, count = tuple(range(-len(shape), 0)), math.prod(shape)
+    if not isinstance(eps, float) or env[given].dtype not in _TYPES or not count:
+        return None
+    least, one = (torch.full((1,) * env[given].ndim, number, device=env[given].device) for number in (eps, 1.0))
+
+    def compute(env: Env) -> Tensor:
+        x = env[given].float()
+        squares = torch.addcmul(least, (x * x).sum(axes, keepdim=True), one, value=1 / count)
+        weight = _value(call["weight"], env)
+        normed = x * squares.rsqrt()
+        # looked at anew, for a factor is taken for the beginning of the product that reads it
+        return anew((normed if weight is None else normed * weight).to(env[given].dtype))
 
     return compute
 
