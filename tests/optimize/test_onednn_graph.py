@@ -81,6 +81,8 @@ OPERATORS: dict[str, Function] = {
     "fused attention": lambda x: F.scaled_dot_product_attention(x, x, x, scale=0.7),
     "fused causal attention": lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
     "fused attention with a mask": lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=x @ x.mT),
+    "fused attention, some hidden": lambda x: F.scaled_dot_product_attention(x, x, value=x, attn_mask=x @ x.mT > 1),
+    "fused attention of whole numbers": lambda x: F.scaled_dot_product_attention(x, x, x, (x @ x.mT > 0).float() - 1),
     "product and a constant": lambda x: F.linear(x, weight(10, 10)) + weight(12, 10),
     "product times a constant": lambda x: weight(10) * F.linear(x, weight(10, 10), W10),
     "product less a part": lambda x: torch.sub(x @ weight(10, 10), W10, alpha=0.3),
@@ -322,6 +324,25 @@ def test_an_rms_norm_is_no_part_of_the_product_that_reads_it(weighted: bool) -> 
     program: Any = torch.jit.trace(forms, (x, *forms.beside), check_trace=False).graph
     (product,) = program.findAllNodes("aten::linear")
     assert next(iter(product.inputs())).node().kind() == "aten::alias"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_mask_is_made_numbers_once_for_all_layers(dtype: torch.dtype) -> None:
+    def attended(x: Tensor) -> Tensor:
+        hidden = (x.sum(-1) > 1).unsqueeze(2)  # in some heads from all rows
+        for place in range(3):
+            x = F.scaled_dot_product_attention(x.roll(place, 2), x, x * 2, hidden, 0.0, is_causal=False, scale=0.3)
+        return x
+
+    module, x = Of(attended), weight(*SIZE).to(dtype)
+    x[0, 1] = -1
+    run = built(module, x)
+    for given in (x, 1 - x, torch.ones_like(x)):
+        found, expected = run([given])[0], module(given)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, expected, equal_nan=True)
+        program: Any = torch.jit.last_executed_optimized_graph()
+        assert len(program.findAllNodes("aten::where")) == 1
 
 
 def test_a_product_of_one_row_and_a_sum_become_apart() -> None:

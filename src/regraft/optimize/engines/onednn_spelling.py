@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 from torch.nn import functional as F
 
 from regraft.core.padding import padded_ends
-from regraft.core.vocabulary import BATCH_NORM, CONV, GELU, LAYER_NORM, RMS_NORM, Call
+from regraft.core.vocabulary import ATTENTION, BATCH_NORM, CONV, GELU, LAYER_NORM, RMS_NORM, Call
 from regraft.optimize.engines.onednn_layouts import anew, dense, lies_oddly, order
 
 Env = Mapping[Node, Any]
@@ -43,6 +43,8 @@ def respelled(node: Node, name: str, call: Call | None, result: Tensor, env: Env
         return _norm(call, env) if call["weight"] is None or call["bias"] is None else None
     if call is not None and call.operation is RMS_NORM:
         return _rms_norm(call, env)
+    if call is not None and call.operation is ATTENTION:
+        return _masked_by_numbers(call, env)
     if call is not None and call.operation is CONV and isinstance(call["padding"], str):
         return _padded_by_numbers(call, env)
     if name == "addmm":
@@ -111,6 +113,22 @@ def _rms_norm(call: Call, env: Env) -> Spelling | None:
         normed = x * squares.rsqrt()
         # looked at anew, for a factor is taken for the beginning of the product that reads it
         return anew((normed if weight is None else normed * weight).to(env[given].dtype))
+
+    return compute
+
+
+def _masked_by_numbers(call: Call, env: Env) -> Spelling | None:
+    """Attention whose mask is made numbers here, once for all layers that share it, as torch does for each of them."""
+    node, mask = call.node, call["attn_mask"]
+    if not isinstance(mask, Node) or getattr(env[mask], "dtype", None) != torch.bool:
+        return None
+    function: Any = node.target
+
+    def compute(env: Env) -> Tensor:
+        added = torch.where(env[mask], 0.0, -math.inf)
+        args, kwargs = map_arg((node.args, node.kwargs), lambda other: added if other is mask else env[other])
+        result: Tensor = function(*args, **kwargs)
+        return result
 
     return compute
 
