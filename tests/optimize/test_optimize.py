@@ -290,6 +290,18 @@ def test_what_is_undecided_in_a_slow_model_takes_six_pairs(monkeypatch) -> None:
         assert limits == pairs
 
 
+def test_the_whole_is_timed_in_few_pairs_as_an_engine_is(monkeypatch) -> None:
+    given: list[int] = []
+    times(monkeypatch, FASTER)
+    monkeypatch.setattr(
+        sys.modules["regraft.optimize.work"],
+        "compare_speed",
+        lambda *programs, min_pairs, **clock: given.append(min_pairs) or FASTER,
+    )
+    assert run(heads(), (image(),), transformations=[rg.FoldBatchNorm()]).graph_module is not None
+    assert given == [4]
+
+
 def test_steps_that_together_make_a_slow_model_slower_are_measured_alone(monkeypatch) -> None:
     times(monkeypatch, SLOWER, FASTER, SLOWER, FASTER, call=SLOW)
     model, x = heads(), image()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import symbolic_trace
 from torch.nn import functional as F
 
-from regraft.optimize.engines import onednn_graph, written_attention
+from regraft.optimize.engines import onednn_graph, onednn_values, written_attention
 from regraft.optimize.engines.onednn_forms import Forms
 
 
@@ -20,6 +20,7 @@ from regraft.optimize.engines.onednn_forms import Forms
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """The number of scores of a head up to which all heads are computed at once."""
     monkeypatch.setattr(written_attention, "_SMALL", request.param)
+    monkeypatch.setattr(onednn_graph, "_SHARE", 0)  # however little time it takes in a model so small
     return request.param
 
 
@@ -324,6 +325,29 @@ def test_the_faster_is_taken(ratio: float, monkeypatch: pytest.MonkeyPatch) -> N
     program = fastest(Forms(graph(Attention()), sample), sample)
     assert fused(program) == (ratio > 1)
     torch.testing.assert_close(*timed)
+
+
+@pytest.mark.parametrize(("part", "tried"), [(0.09, False), (0.11, True)])
+@torch.no_grad()
+def test_attention_that_takes_little_of_the_time_stays_the_fused_call(
+    part: float, tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onednn_graph, "_SHARE", 0.1)
+    monkeypatch.setattr(onednn_graph, "_seconds", lambda *_: 1.0)
+    monkeypatch.setattr(onednn_graph, "compare_speed", lambda *_, **__: SimpleNamespace(ratio=0.9))
+    sample = tuple(inputs())
+    forms = Forms(graph(Attention()), sample)
+    forms.known.attending = part
+    assert fused(fastest(forms, sample)) != tried
+
+
+@torch.no_grad()
+def test_the_time_of_attention_in_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample, now = tuple(inputs()), iter(range(10_000))
+    monkeypatch.setattr(onednn_values.time, "perf_counter", lambda: next(now))  # so a node takes a second
+    assert Forms(graph(Attention()), sample).known.attending == 1
+    assert Forms(graph(Attention(twice=True)), sample).known.attending == 2
+    assert Forms(symbolic_trace(nn.Linear(9, 4)), [torch.randn(3, 9)]).known.attending == 0
 
 
 class Deep(nn.Module):

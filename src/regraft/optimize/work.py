@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from regraft.core.transformation import Transformation
 from regraft.dropin import Entry, Grafts, Reader, make_dropin, without_grafts
 from regraft.optimize import saving
-from regraft.optimize.engines import adopt_engine, pause_after
+from regraft.optimize.engines import PAIRS, adopt_engine, pause_after
 from regraft.optimize.presets import OTHER_KERNELS, PACKING
 from regraft.optimize.progress import Progress
 from regraft.optimize.result import GraphResult, Optimized
@@ -207,7 +207,7 @@ class Work:
                 continue
             self.progress.next(f"{graph.name}: measuring")
             runs = self.engines[graph.name].engine if graph.name in self.engines else "torch"
-            settings = clock(self.seconds, pause_after(runs))
+            settings = {**clock(self.seconds, pause_after(runs)), "min_pairs": PAIRS}
             found = compare_speed(graph.runner(graph.reference), graph.runner(self._program(graph)), **settings)
             self.benchmarks[graph.name] = found
             self.verdicts[graph.name] = self._verdict(graph, found)

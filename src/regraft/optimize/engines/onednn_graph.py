@@ -7,6 +7,7 @@ only public way to it and is deprecated, so a torch without it says so here, and
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,9 @@ _CALLS = 3
 
 _PAIRS = 4
 """So many pairs of blocks tell at least which of two programs is taken."""
+
+_SHARE = 0.1
+"""Attention that takes less of a program's time is not written out: half of it is what may be gained at most."""
 
 
 def build(flat: Flat) -> Run:
@@ -60,7 +64,7 @@ def build(flat: Flat) -> Run:
 def _fastest(forms: Forms, program: torch.jit.ScriptModule, sample: tuple[Tensor, ...]) -> torch.jit.ScriptModule:
     """The program of a graph with its attention as torch's fused call, or written out where that is faster here."""
     given = (*sample, *forms.beside)
-    if not forms.known.attentions:
+    if not forms.known.attentions or forms.known.attending < _SHARE * _seconds(program, given):
         return program
     other = _written_out(forms, sample, "in float32")
     if other is None:
@@ -70,6 +74,12 @@ def _fastest(forms: Forms, program: torch.jit.ScriptModule, sample: tuple[Tensor
         if shorter is not None and _no_further(shorter(*given), program(*given), other(*given)):
             other = shorter
     return other if _is_faster(other, given, program, given) else program
+
+
+def _seconds(program: torch.jit.ScriptModule, given: tuple[Tensor, ...]) -> float:
+    start = time.perf_counter()
+    program(*given)
+    return time.perf_counter() - start
 
 
 def _written_out(forms: Forms, sample: tuple[Tensor, ...], attention: Attention) -> torch.jit.ScriptModule | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -49,7 +50,8 @@ class Values(Images):
         results: The tensors among the results that are steady, and None for each of the others.
         respelled: The calls that are spelled otherwise, as functions of the values of the nodes.
         renewing: What is called where a node would write into its argument, and need not.
-        attentions: The calls of fused attention that can be written out, and
+        attentions: The calls of fused attention that can be written out,
+        attending: how many seconds they took in the sample, and
         masks: the masks of those that are the same in each call.
     """
 
@@ -68,12 +70,14 @@ class Values(Images):
         self.respelled: dict[Node, Callable[[Mapping[Node, Any]], Tensor]] = {}
         self.renewing: dict[Node, Callable[..., Tensor]] = {}
         self.attentions: dict[Node, WrittenAttention] = {}
+        self.attending = 0.0
         self.masks: dict[Any, Mask] = {}
         self._same = same_in_each_call(gm)
         self._apart, self._twice = kept_apart(gm) | overwritten(gm), read_twice(gm)
 
     def run_node(self, n: Node) -> Any:
         """See `Interpreter.run_node`."""
+        start = time.perf_counter()
         try:
             result = self._renewed(n) if n in self.out_of_place else super().run_node(n)
         except RuntimeError:
@@ -81,9 +85,12 @@ class Values(Images):
                 raise
             self.respelled[n] = partial(as_reshape, n)
             result = self.respelled[n](self.env)
+        seconds = time.perf_counter() - start
         if isinstance(result, Tensor):
             result = self.in_rows(n, result)
             self._note(n, result)
+        if n in self.attentions:
+            self.attending += seconds
         if n.op == "output":
             kept = {id(self.env[node]) for node in n.all_input_nodes if node in self.steady}
             self.results = [leaf.detach() if id(leaf) in kept else None for leaf in tensors(result)]
