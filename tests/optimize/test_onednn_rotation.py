@@ -52,13 +52,13 @@ def attention(x: Tensor) -> Tensor:
 
 TURNED: dict[str, Function] = {
     "as in Llama": lambda x: (heads(x) * cosine(x)) + (halves(heads(x)) * sine(x)),
-    "the other way round": lambda x: torch.add(torch.mul(sine(x), halves(heads(x))), cosine(x) * heads(x)),
+    "the other way round": lambda x: torch.add(sine(x) * halves(y := heads(x).contiguous()), cosine(x) * y),
     "by positions that are given": by_given_positions,
     "a part of each row": in_part,
     "added to what is no product": lambda x: heads(x).tanh() + halves(heads(x)) * sine(x),
     "added to what others read": lambda x: (y := heads(x) * cosine(x)) + halves(heads(x)) * sine(x) - y.exp(),
     "added to twice itself": lambda x: heads(x) * 2 + halves(heads(x)) * sine(x),
-    "halves of two": lambda x: cosine(x) + torch.cat((-heads(x)[..., 4:], heads(x).exp()[..., :4]), 3) * sine(x),
+    "halves of two": lambda x: heads(x) + torch.cat((-heads(x)[..., 4:], heads(x).exp()[..., :4]), 3) * sine(x),
     "of two types": lambda x: heads(x).bfloat16() * 2 + halves(heads(x).bfloat16()) * sine(x).float(),
     "three axes": lambda x: x * x.exp() + torch.cat((x[..., 12:].neg(), x[..., :12]), 2) * weight(24).to(x.dtype),
     "attention": attention,
@@ -91,6 +91,8 @@ def test_its_products_are_not_given_copies() -> None:
     [
         lambda x: torch.add(heads(x), halves(heads(x)) * sine(x), alpha=2),
         lambda x: heads(x) - halves(heads(x)) * sine(x),
+        lambda x: halves(heads(x)) * sine(x) + heads(x),  # the sum lies as the halves do, side by side
+        lambda x: cosine(x) + halves(heads(x)) * sine(x),
         lambda x: heads(x) + halves(heads(x)) / sine(x),
         lambda x: heads(x) + halves(heads(x)) * 2,
         lambda x: heads(x) + (y := halves(heads(x)) * sine(x)) - y.exp(),  # of which others read the product

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 
 from regraft.core.vocabulary import ADD, MULTIPLY, NEGATE, Call, Operation, read
 from regraft.optimize.engines.onednn_fusions import called
+from regraft.optimize.engines.onednn_layouts import order
 
 _JOINING = {"cat", "concat", "concatenate"}
 _TYPES = (torch.float32, torch.bfloat16)
@@ -57,7 +58,7 @@ class Rotation:
             total: The sum.
             result: Its result.
             gm: The graph.
-            forms: Of each tensor the size, and more.
+            forms: Of each tensor the size, and the order of its axes.
         """
         ends = _pair(read(total, gm), ADD)
         if not ends or result.dtype not in _TYPES or not result.is_cpu:
@@ -66,8 +67,8 @@ class Rotation:
             factors = _pair(read(turned, gm), MULTIPLY) if len(turned.users) == 1 and turned is not straight else ()
             for joined, sine in (factors, factors[::-1]) if factors else ():
                 halves = _halves(joined, gm, forms)
-                if halves is None or sine not in forms or straight not in forms:
-                    continue
+                if halves is None or sine not in forms or forms.get(straight) != (result.shape, order(result)):
+                    continue  # in the latter case the sum would lie otherwise than the model's
                 negated, half, other = halves
                 size = forms[half][0][-1]
                 if forms[sine][0][-1:] == (2 * size,):
