@@ -28,7 +28,7 @@ _PAIRS = 4
 """So many pairs of blocks tell at least which of two programs is taken."""
 
 _SHARE = 0.1
-"""Attention that takes less of a program's time is not written out: half of it is what may be gained at most."""
+"""Attention that takes less of a program's time is not written out: about half of it could be gained."""
 
 
 def build(flat: Flat) -> Run:

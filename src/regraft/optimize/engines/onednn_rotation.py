@@ -1,7 +1,7 @@
 """Queries and keys turned by their positions, in four calls of torch (Su et al. 2021, arXiv:2104.09864).
 
 `x cos + (-x2, x1) sin`, of the halves `x1` and `x2` of each row `x`. oneDNN Graph would join the halves, and add one of
-the products to the other: for that it has each copied first, which takes twice the time. The sign goes to the sine.
+the products to the other: for that it has each copied first, which takes longer. The sign goes to the sine.
 """
 
 from __future__ import annotations
