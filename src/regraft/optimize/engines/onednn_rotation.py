@@ -17,9 +17,7 @@ from torch.fx import GraphModule, Node
 from regraft.core.vocabulary import ADD, MULTIPLY, NEGATE, Call, Operation, read
 from regraft.optimize.engines.onednn_fusions import called
 from regraft.optimize.engines.onednn_layouts import order
-
-_JOINING = {"cat", "concat", "concatenate"}
-_TYPES = (torch.float32, torch.bfloat16)
+from regraft.optimize.engines.onednn_spelling import JOINING, TYPES
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class Rotation:
             forms: Of each tensor the size, and the order of its axes.
         """
         ends = _pair(read(total, gm), ADD)
-        if not ends or result.dtype not in _TYPES or not result.is_cpu:
+        if not ends or result.dtype not in TYPES or not result.is_cpu:
             return None
         for straight, turned in (ends, ends[::-1]):
             factors = _pair(read(turned, gm), MULTIPLY) if len(turned.users) == 1 and turned is not straight else ()
@@ -114,7 +112,7 @@ def _halves(
 ) -> tuple[Node, Node, Node] | None:
     """What is negated in the first half of joined rows, of what, and the second half."""
     parts, axis = (*joined.args, *joined.kwargs.values(), None, None)[:2]
-    if called(joined, gm) not in _JOINING or not isinstance(parts, (list, tuple)) or len(parts) != 2:
+    if called(joined, gm) not in JOINING or not isinstance(parts, (list, tuple)) or len(parts) != 2:
         return None
     negation, other = read(parts[0], gm), parts[1]
     if negation is None or negation.operation is not NEGATE or not isinstance(other, Node):

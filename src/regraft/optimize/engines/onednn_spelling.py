@@ -19,11 +19,11 @@ from regraft.optimize.engines.onednn_layouts import anew, dense, lies_oddly, ord
 
 Env = Mapping[Node, Any]
 Spelling = Callable[[Env], Tensor]
-_JOINING = {"cat", "concat", "concatenate"}
+JOINING = {"cat", "concat", "concatenate"}
 _POOLING = {"max_pool2d", "avg_pool2d"}
 _CLAMPING = {"clamp", "clip"}
-_TYPES = (torch.float32, torch.bfloat16)
-"""Those that it knows, of what is joined."""
+TYPES = (torch.float32, torch.bfloat16)
+"""The types that its kernels know."""
 
 
 def respelled(node: Node, name: str, call: Call | None, result: Tensor, env: Env, steady: Env) -> Spelling | None:
@@ -51,7 +51,7 @@ def respelled(node: Node, name: str, call: Call | None, result: Tensor, env: Env
         return _as_linear(node, steady)
     if name == "linalg_vector_norm":
         return _length(node, env)
-    if name in _JOINING:
+    if name in JOINING:
         return _joined(node, env, result.dtype)
     if name in _POOLING:
         return _with_its_step(node)
@@ -102,7 +102,7 @@ def _rms_norm(call: Call, env: Env) -> Spelling | None:
     """`x / sqrt(mean(x^2) + eps)`, without torch's power and mean, for which a product and a sum will do."""
     given, shape, eps = call.input, map_arg(call["normalized_shape"], env.__getitem__), call["eps"]
     axes, count = tuple(range(-len(shape), 0)), math.prod(shape)
-    if not isinstance(eps, float) or env[given].dtype not in _TYPES or not count:
+    if not isinstance(eps, float) or env[given].dtype not in TYPES or not count:
         return None
     least, one = (torch.full((1,) * env[given].ndim, number, device=env[given].device) for number in (eps, 1.0))
 
@@ -169,7 +169,7 @@ def _length(node: Node, env: Env) -> Spelling | None:
     given, axes, keeps = node.all_input_nodes[0], call.get("dim"), bool(call.get("keepdim"))
     axes = (axes,) if isinstance(axes, int) else tuple(axes or ())
     dtype, last = env[given].dtype, env[given].ndim - 1
-    if call.get("ord", 2) != 2 or call.get("dtype") is not None or dtype not in _TYPES:
+    if call.get("ord", 2) != 2 or call.get("dtype") is not None or dtype not in TYPES:
         return None
     if not axes or any(isinstance(axis, Node) or axis in (-1, last) for axis in axes):
         return None
@@ -191,7 +191,7 @@ def _joined(node: Node, env: Env, dtype: torch.dtype) -> Spelling | None:
     if not isinstance(nodes, (list, tuple)) or not isinstance(axis, int):
         return None
     full = [each for each in nodes if env[each].numel()]
-    if dtype not in _TYPES and full:
+    if dtype not in TYPES and full:
         second = min(1, env[full[0]].ndim - 1)  # `hstack` joins along the second axis, or the only one
 
         def compute(env: Env) -> Tensor:
