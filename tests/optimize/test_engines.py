@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from regraft.optimize import steps, subjects, work
 from regraft.optimize.engines import ENGINES, choosing
 from regraft.optimize.engines.flat import Engine, Flat
 from regraft.optimize.subjects import Graph
+from regraft.verify import Comparison
 
 EXACT = {"transformations": [rg.FoldBatchNorm(), rg.MergeLinears()], "seconds": 0.01}
 
@@ -118,18 +120,11 @@ def test_an_engine_that_is_wrong_or_fails_is_not_taken(monkeypatch) -> None:
 
 
 def test_what_rewriting_adds_to_an_engine_is_measured_and_shown(monkeypatch) -> None:
-    from regraft.verify import Comparison
-
     seen = []
     build = lambda flat: seen.append(flat.module) or (lambda inputs: flat.module(*inputs))
     every_engine(monkeypatch, build)
     ratios: list[float] = []
-
-    def compare(*programs, **clock) -> Comparison:
-        ratio = ratios.pop(0)
-        return Comparison(1.0, ratio, ratio, ratio - 0.05, ratio + 0.05, (ratio,) * 10, 1)
-
-    monkeypatch.setattr(choosing, "compare_speed", compare)
+    monkeypatch.setattr(choosing, "compare_speed", comparing(ratios))
     for ratio, keep, where in ((0.7, "measured", 3), (1.6, "measured", 4), (1.6, "all", 3)):
         seen.clear()
         ratios[:] = [0.5, ratio, 0.4]
@@ -152,25 +147,35 @@ def test_nothing_rewritten_adds_nothing_to_an_engine() -> None:
     assert result.graphs[0].engine.rewriting == {}
 
 
+def comparing(ratios: list[float]) -> Callable[..., Comparison]:
+    """Let each comparison come out like this, and again so where it is looked at for longer."""
+    now: list[float] = []
+
+    def compare(*programs, **clock) -> Comparison:
+        if clock["min_seconds"] < choosing.LONGER * EXACT["seconds"]:
+            now[:] = [ratios.pop(0)]
+        return Comparison(1.0, now[0], now[0], now[0] - 0.05, now[0] + 0.05, (now[0],) * 10, 1)
+
+    return compare
+
+
 @pytest.mark.parametrize(("name", "pause"), [("onednn", 0.0), ("inductor", 0.0), ("onnxruntime", 0.03)])
 def test_what_has_threads_of_its_own_is_timed_with_pauses(name: str, pause: float, monkeypatch) -> None:
     available(name)
     every_engine(monkeypatch, lambda flat: lambda inputs: flat.module(*inputs))
-    pauses, lengths = [], []
+    pauses = []
     for module in (choosing, work):
         compare = module.compare_speed
         monkeypatch.setattr(
             module,
             "compare_speed",
             lambda *programs, compare=compare, **clock: (
-                pauses.append(clock["pause_seconds"])
-                or lengths.append(clock["min_seconds"])
-                or compare(*programs, **clock)
+                pauses.append(clock["pause_seconds"]) or compare(*programs, **clock)
             ),
         )
     rg.optimize(heads(), kwargs={"x": image()}, engine=name, keep="all", **EXACT)
-    assert pauses == [pause] * 3, "the engine, what rewriting adds to it, and the model in the end"
-    assert lengths == pytest.approx([0.03, 0.03, 0.01])
+    assert set(pauses) == {pause}
+    assert len(pauses) >= 3, "the engine, what rewriting adds to it, and the model in the end"
 
 
 def test_a_block_between_pauses_is_as_long_as_a_pause() -> None:
@@ -180,20 +185,13 @@ def test_a_block_between_pauses_is_as_long_as_a_pause() -> None:
 
 
 def test_auto_takes_the_fastest_that_is_right(monkeypatch) -> None:
-    from regraft.verify import Comparison
-
     ratios = {"onednn": 0.99, "inductor": 0.9, "onnxruntime": 0.5, "openvino": 1.5}
     build = lambda flat: lambda inputs: flat.module(*inputs)
     monkeypatch.setattr(choosing, "missing_packages", lambda name: ())
     every_engine(monkeypatch, build)
-    left = iter([ratio for each in ratios.values() for ratio in (each, 0.9)])
+    left = [ratio for each in ratios.values() for ratio in (each, 0.9)]
     assert list(ratios) == list(ENGINES)
-
-    def compare(*programs, **clock) -> Comparison:
-        ratio = next(left)
-        return Comparison(1.0, ratio, ratio, ratio - 0.05, ratio + 0.05, (ratio,) * 10, 1)
-
-    monkeypatch.setattr(choosing, "compare_speed", compare)
+    monkeypatch.setattr(choosing, "compare_speed", comparing(left))
     result = rg.optimize(heads(), kwargs={"x": image()}, engine="auto", keep="all", **EXACT)
     assert result.graphs[0].engine.engine == "onnxruntime"
     assert set(result.graphs[0].engine.comparisons) == set(ratios)
@@ -222,19 +220,12 @@ def test_auto_takes_the_fastest_that_is_right(monkeypatch) -> None:
 def test_engines_that_may_be_equally_fast_are_timed_against_each_other(
     monkeypatch, ratios, second_looks, taken
 ) -> None:
-    from regraft.verify import Comparison
-
     monkeypatch.setattr(choosing, "missing_packages", lambda name: ())
     every_engine(monkeypatch, lambda flat: lambda inputs: flat.module(*inputs))
     model, call = heads(), {"x": image()}
     gm = rg.trace(model, (), call)
     entry, left = Entry("forward", gm, call), list(ratios)
-
-    def compare(*programs, **clock) -> Comparison:
-        ratio = left.pop(0)
-        return Comparison(1.0, ratio, ratio, ratio - 0.05, ratio + 0.05, (ratio,) * 10, 1)
-
-    monkeypatch.setattr(choosing, "compare_speed", compare)
+    monkeypatch.setattr(choosing, "compare_speed", comparing(left))
     found = choosing.adopt_engine("auto", Graph("forward", gm, ((), call), model), entry, 0.01, True, {})
     assert not left
     assert found.engine == taken
@@ -242,34 +233,35 @@ def test_engines_that_may_be_equally_fast_are_timed_against_each_other(
 
 
 @pytest.mark.parametrize(
-    ("ratio", "high", "taken", "said"),
+    ("low", "ratio", "high", "looks", "taken", "said"),
     [
-        (0.9, 0.95, True, "faster: 0.90x"),
-        (0.97, 1.02, True, "likely faster: 0.97x the time (95% 0.85–1.02, 10 pairs), an interval that contains 1"),
-        (0.985, 0.99, False, "an interval wholly below 1, but by less than the memory of its weights is worth"),
-        (0.985, 1.02, False, "no difference shown: 0.985x"),
-        (1.2, 1.3, False, "no difference shown: 1.20x"),
+        (0.85, 0.9, 0.95, 1, True, "faster: 0.90x"),
+        (0.85, 0.97, 1.02, 2, True, "likely faster: 0.97x the time (95% 0.85–1.02, 10 pairs), an interval"),
+        (0.85, 0.97, 0.985, 2, True, "faster: 0.97x the time (95% 0.85–0.98"),
+        (0.85, 0.985, 0.99, 2, False, "wholly below 1, but by less than the memory of its weights is worth"),
+        (0.85, 0.985, 1.02, 2, False, "no difference shown: 0.985x"),
+        (0.85, 1.2, 1.3, 2, False, "no difference shown: 1.20x"),
+        (1.1, 1.2, 1.3, 1, False, "slower: 1.20x"),
     ],
 )
 def test_an_engine_is_taken_where_it_is_likely_faster(
-    monkeypatch, ratio: float, high: float, taken: bool, said: str
+    monkeypatch, low: float, ratio: float, high: float, looks: int, taken: bool, said: str
 ) -> None:
-    from regraft.verify import Comparison
-
+    """A look that does not tell is followed by one of three times its length."""
     every_engine(monkeypatch, lambda flat: lambda inputs: flat.module(*inputs))
-    model, call, pairs = heads(), {"x": image()}, []
+    model, call, limits = heads(), {"x": image()}, []
     gm = rg.trace(model, (), call)
     entry = Entry("forward", gm, call)
 
     def compare(*programs, **clock) -> Comparison:
-        pairs.append(clock["min_pairs"])
-        return Comparison(1.0, ratio, ratio, 0.85, high, (ratio,) * 10, 1)
+        limits.append((clock["min_pairs"], clock["min_seconds"]))
+        return Comparison(1.0, ratio, ratio, low, high, (ratio,) * 10, 1)
 
     monkeypatch.setattr(choosing, "compare_speed", compare)
     found = choosing.adopt_engine("torch", Graph("forward", gm, ((), call), model), entry, 0.01, True, {})
     assert (found.engine, entry.engine is not None) == (("onednn", True) if taken else ("torch", False))
     assert said in found.tried["onednn"]
-    assert pairs == [choosing.PAIRS]
+    assert limits == [(choosing.PAIRS, seconds) for seconds in (0.01, choosing.LONGER * 0.01)[:looks]]
 
 
 def test_an_engine_that_is_not_installed_says_how_to_get_it(monkeypatch) -> None:

@@ -8,6 +8,7 @@ import json
 import operator
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ ALL = {"keep": "all", **QUICK}
 
 
 def compared(ratio: float, low: float, high: float) -> Comparison:
-    return Comparison(1.0, ratio, ratio, low, high, (ratio,) * 10, 1)
+    return Comparison(0.0, 0.0, ratio, low, high, (ratio,) * 10, 1)  # of a call that takes no time
 
 
 def times(monkeypatch, *found: Comparison, call: float = 0.0) -> None:
@@ -239,6 +240,11 @@ def test_what_does_not_run_without_an_undecided_step_keeps_it(monkeypatch) -> No
 SLOW = 0.1  # seconds of a call: twelve pairs of them take longer than the half second that a step is measured
 
 
+def slow(found: Comparison) -> Comparison:
+    """What was found of two programs, if their calls take so long."""
+    return replace(found, baseline_seconds=SLOW, candidate_seconds=SLOW)
+
+
 @pytest.mark.parametrize("together", [FASTER, SAME])
 def test_steps_of_a_slow_model_are_measured_together(monkeypatch, together: Comparison) -> None:
     given = []
@@ -358,14 +364,14 @@ def test_what_costs_accuracy_or_memory_is_measured_alone_in_a_slow_model_too(mon
 
     monkeypatch.setattr(steps.Stepper, "_compared", spied)
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.GELU()).eval()
-    times(monkeypatch, packing, SLOWER, *([] if packing is FASTER else [FASTER]), SAME, FASTER, call=SLOW)
+    times(monkeypatch, slow(packing), SLOWER, *([] if packing is FASTER else [FASTER]), SAME, FASTER)
     chosen = [rg.FoldBatchNorm(), rg.ReplaceActivation(), rg.PrepackForCpu()]
     result = run(model, (torch.randn(1, 3, 6, 6),), transformations=chosen)
-    fold, replace, pack = "FoldBatchNorm", "ReplaceActivation", "PrepackForCpu"
+    fold, other, pack = "FoldBatchNorm", "ReplaceActivation", "PrepackForCpu"
     packed = [pack] if packing is FASTER else []
     assert compared_graphs == [
         [[], [pack]],
-        [[fold, *packed], [fold, replace, *packed]],
+        [[fold, *packed], [fold, other, *packed]],
         *([] if packing is FASTER else [[[fold], [fold, pack]]]),
         [[pack], [fold, pack]],
     ]
@@ -384,7 +390,7 @@ def test_steps_of_a_slow_model_are_measured_between_packed_layers(monkeypatch, t
 
     monkeypatch.setattr(steps.Stepper, "_compared", spied)
     alone = [FASTER, SLOWER] if together is SLOWER else []
-    times(monkeypatch, FASTER, together, *alone, FASTER, call=SLOW)
+    times(monkeypatch, slow(FASTER), together, *alone, FASTER)
     model, x = heads(), image()
     result = run(model, (x,), transformations=[*PAIR, rg.PrepackForCpu()])
     assert counts == [(0, 3), (3, 2), *([(3, 3), (3, 2)] if alone else [])]

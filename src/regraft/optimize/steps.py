@@ -58,6 +58,7 @@ class Stepper:
         self._undecided: list[int] = []
         self._packing: _Packing | None = None  # what packs, where it pays
         self._packed: GraphModule | None = None  # the graph as it stands, packed
+        self._call: float | None = None  # how long a call of it takes, in seconds
         self._together: bool | None = None  # whether steps wait for one measurement of all of them
 
     def anticipate(self, packing: Transformation) -> None:
@@ -72,8 +73,11 @@ class Stepper:
             return
         try:
             packed, records = _applied(packing, copy.copy(self.graph.gm))
-            found = self._compared(self.graph.gm, packed) if any(step.applied for step in records) else None
-            if found is not None and found.faster:
+            if not any(step.applied for step in records):
+                return
+            found = self._compared(self.graph.gm, packed)
+            self._call = min(found.baseline_seconds, found.candidate_seconds)
+            if found.faster:
                 self._packing, self._packed = _Packing(packing, found, packed, records), packed
         except Exception as error:  # whatever a graph raises that was rewritten wrongly; `take` says so
             logger.info("%s is not measured packed: %s", self.graph.name, error)
@@ -132,8 +136,8 @@ class Stepper:
         if not transformation.preserves_computation or type(transformation).__name__ in PACKING or self.graph.large:
             return False
         if self._together is None:
-            call = self.graph.runner((self._packed or before).forward)
-            self._together = 2 * MIN_PAIRS * min(_time_of(call), _time_of(call)) > self._seconds
+            run = self.graph.runner(before.forward)
+            self._together = 2 * MIN_PAIRS * (self._call or min(_time_of(run), _time_of(run))) > self._seconds
         return self._together
 
     def _repacked(self, gm: GraphModule) -> GraphModule:

@@ -34,7 +34,7 @@ ENGINES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 #: seconds until the threads of an engine outside of torch no longer spin, which may double the time of what runs next
 PAUSE = 0.03
-#: how many times as long as a step an engine is measured: nothing makes more of a difference, nor is so hard to tell
+#: how many times as long as a step an engine is measured where that does not tell: nothing makes more of a difference
 LONGER = 3
 #: so many pairs are enough at least: the lower median is the better guess even where the difference is not certain
 PAIRS = 4
@@ -123,8 +123,13 @@ def adopt_engine(
     """
 
     def timed(name: str, baseline: Callable[..., Any], candidate: Engine) -> Comparison:
-        settings = clock(LONGER * seconds, max(pause_after(name), pause_after(taken)))
-        return compare_speed(graph.runner(baseline), graph.runner(_by_name(candidate)), min_pairs=PAIRS, **settings)
+        for long in (seconds, LONGER * seconds):
+            settings = clock(long, max(pause_after(name), pause_after(taken)))
+            both = graph.runner(baseline), graph.runner(_by_name(candidate))
+            found = compare_speed(*both, min_pairs=PAIRS, **settings)
+            if found.high < WORTH or found.slower:
+                break
+        return found
 
     tried: dict[str, str] = {}
     comparisons: dict[str, Comparison] = {}

@@ -21,7 +21,7 @@ from regraft.optimize.engines.flat import Flat, Run
 from regraft.optimize.engines.onednn_forms import Attention, Forms
 from regraft.verify.measure import compare_speed
 
-_CALLS = 3
+_CALLS = 2
 """So many calls until a program is what it stays: one is observed, the next is compiled for what was seen."""
 
 _PAIRS = 4
