@@ -769,3 +769,20 @@ def test_a_norm_over_sizes_that_are_asked_for() -> None:
     assert [node.name for node in Forms(gm, [weight(*SIZE)]).known.respelled] == ["layer_norm"]
     run = built(module, weight(*SIZE))
     torch.testing.assert_close(run([weight(*SIZE)])[0], module(weight(*SIZE)), rtol=1e-4, atol=1e-4)
+
+
+def test_a_program_runs_without_gradients_whatever_the_call_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[bool] = []
+    make = onednn_graph._program
+
+    def spied(forms: Forms, sample: tuple[Tensor, ...]) -> Callable[..., Any]:
+        program = make(forms, sample)
+        return lambda *given: modes.append(torch.is_grad_enabled()) or program(*given)
+
+    monkeypatch.setattr(onednn_graph, "_program", spied)
+    run = built(Of(lambda x: F.linear(x, W10[None]).relu()), weight(*SIZE))
+    modes.clear()
+    for recorded in (True, False):
+        with torch.set_grad_enabled(recorded):
+            run([weight(*SIZE)])
+    assert modes == [False, False]

@@ -150,18 +150,19 @@ class Watch:
 
     def change(self) -> str | None:
         """What has changed since, as the end of a sentence; None where nothing has."""
+        self._dicts.copy()  # which fetches them side by side: the network has driven all of them out of the cache
         versions = list(map(dict_version, self._dicts))
         if versions != self._dict_versions:
             reason = self._written(versions)
             if reason is not None:
                 return reason
             self._dict_versions = versions  # as they were before anybody looked
+        if list(map(Tensor.data_ptr, self._plain)) != self._pointers:  # first: what it fetches the others need
+            return "weights of it were given other memory"
         if list(map(_version, self._read)) != self._versions:
             return "weights of it were written to"
         if not all(map(is_, map(_dtype, self._tensors), self._dtypes)):
             return "weights of it were given another type"
-        if list(map(Tensor.data_ptr, self._plain)) != self._pointers:
-            return "weights of it were given other memory"
         return None
 
     def _written(self, versions: list[Any]) -> str | None:
