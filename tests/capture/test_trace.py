@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.nn import functional as F
 
-from regraft.capture import symbolic_trace, trace
+from regraft.capture import probing, symbolic_trace, trace
 from regraft.capture.module_tree import is_leaf
 from regraft.core.errors import CaptureError
 from regraft.core.graph_module import GraphModule, adopt
@@ -402,6 +402,27 @@ def test_a_sample_of_one_still_gives_any_batch() -> None:
         x = torch.randn(batch, 1, 8, 8)
         assert torch.equal(gm(x), model(x))
     assert targets(gm) == ["0", "1", "2", "3", "4"]
+
+
+def test_each_size_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a sample of one, some of the sizes to try are the sample's own, and some the same as others."""
+    run, tried = probing._run, []
+
+    def spied(module: nn.Module, model: nn.Module, call: Any, leaves: list[Tensor]) -> Any:
+        tried.append((module is model, *(tuple(leaf.shape) for leaf in leaves)))
+        return run(module, model, call, leaves)
+
+    monkeypatch.setattr(probing, "_run", spied)
+    gm = trace(Added(), (torch.randn(1, 6), torch.randn(1, 6)), dynamic_shapes="auto")
+    assert sorted(tried) == [(its, *(((1, size),) * 2)) for its in (False, True) for size in (1, 6)]
+    for sizes in ((1, 1), (1, 5), (4, 1), (4, 5)):
+        x, y = torch.randn(sizes), torch.randn(sizes)
+        assert torch.equal(gm(x, y), Added()(x, y))
+
+
+class Added(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat([x + y, x], 1)
 
 
 class BranchOnTwoOfThree(nn.Module):

@@ -23,39 +23,65 @@ from regraft.capture.untouched import buffers_restored, untouched
 from regraft.core.graph_module import GraphModule
 
 
-def allow_size_one(model: nn.Module, gm: GraphModule, call: Call, calling: Calling) -> None:
-    """Let axes be of size one where the graph gives what the model gives, bit for bit.
+class Probe:
+    """A model and its graph, run on the sample cut to other sizes: once for each.
 
     Args:
         model: the model.
         gm: its graph, which must not have been changed yet.
         call: the call that it was captured with.
-        calling: how the graph is called; its constraints are changed.
+        calling: how the graph is called.
     """
-    constraints = calling.constraints
-    assert constraints is not None
-    ranges = constraints.ranges
-    symbols = [symbol for symbol, bounds in ranges.items() if bounds.lower <= 2]
-    if any(leaf.device.type == "meta" for leaf in (*call.leaves, *model.parameters())):
-        for symbol in symbols:  # nothing can be run: take export's word, which is "two or more"
-            ranges[symbol].lower = 2
-        return
-    for symbol in symbols:
-        ranges[symbol].lower = 1
-    verdicts = {
-        group: _agree(model, gm, call, _sample_of_one(call.leaves, constraints, group))
-        for group in _groups(ranges, symbols)
-    }
-    alone = {symbol for symbol in symbols if verdicts[frozenset({symbol})]}
-    for group, verdict in verdicts.items():
-        if verdict is False and group <= alone:
-            alone -= group
-    for symbol in [symbol for symbol in symbols if symbol not in alone]:
-        together = next((group for group, verdict in verdicts.items() if verdict and group > {symbol}), None)
-        if together is None:
-            ranges[symbol].lower = 2
-        else:
-            constraints.require_together(symbol, together)
+
+    def __init__(self, model: nn.Module, gm: GraphModule, call: Call, calling: Calling) -> None:
+        assert calling.constraints is not None
+        self.model, self.gm, self.call, self.constraints = model, gm, call, calling.constraints
+        self._verdicts: dict[tuple[torch.Size, ...], bool | None] = {}
+
+    def allow_size_one(self) -> None:
+        """Let axes be of size one where the graph gives what the model gives, bit for bit; it changes constraints."""
+        ranges = self.constraints.ranges
+        symbols = [symbol for symbol, bounds in ranges.items() if bounds.lower <= 2]
+        if any(leaf.device.type == "meta" for leaf in (*self.call.leaves, *self.model.parameters())):
+            for symbol in symbols:  # nothing can be run: take export's word, which is "two or more"
+                ranges[symbol].lower = 2
+            return
+        for symbol in symbols:
+            ranges[symbol].lower = 1
+        verdicts = {
+            group: self._agree(_sample_of_one(self.call.leaves, self.constraints, group))
+            for group in _groups(ranges, symbols)
+        }
+        alone = {symbol for symbol in symbols if verdicts[frozenset({symbol})]}
+        for group, verdict in verdicts.items():
+            if verdict is False and group <= alone:
+                alone -= group
+        for symbol in [symbol for symbol in symbols if symbol not in alone]:
+            together = next((group for group, verdict in verdicts.items() if verdict and group > {symbol}), None)
+            if together is None:
+                ranges[symbol].lower = 2
+            else:
+                self.constraints.require_together(symbol, together)
+
+    def agrees(self) -> bool:
+        """Whether the graph gives, bit for bit, what the model gives for the sample as it is."""
+        return self._agree(list(self.call.leaves)) is True
+
+    def _agree(self, leaves: list[torch.Tensor] | None) -> bool | None:
+        """Whether the two agree on some inputs; None where the model does not take them, and so promises nothing."""
+        if leaves is None:
+            return None
+        sizes = tuple(leaf.shape for leaf in leaves)
+        if sizes not in self._verdicts:
+            self._verdicts[sizes] = self._compared(leaves)
+        return self._verdicts[sizes]
+
+    def _compared(self, leaves: list[torch.Tensor]) -> bool | None:
+        expected = _run(self.model, self.model, self.call, leaves)
+        if expected is None:
+            return None
+        given = _run(self.gm, self.model, self.call, leaves)
+        return given is not None and len(expected) == len(given) and all(map(_equal, expected, given))
 
 
 def _groups(ranges: dict[str, Range], symbols: list[str]) -> list[frozenset[str]]:
@@ -65,17 +91,6 @@ def _groups(ranges: dict[str, Range], symbols: list[str]) -> list[frozenset[str]
         by_axis.setdefault(ranges[symbol].at[1], set()).add(symbol)
     groups = [frozenset({symbol}) for symbol in symbols] + [frozenset(group) for group in by_axis.values()]
     return list(dict.fromkeys([*groups, frozenset(symbols)])) if symbols else []
-
-
-def agrees(model: nn.Module, gm: GraphModule, call: Call) -> bool:
-    """Whether a graph gives, bit for bit, what the model gives for the call that it was captured with.
-
-    Args:
-        model: the model.
-        gm: its graph.
-        call: the call.
-    """
-    return _agree(model, gm, call, list(call.leaves)) is True
 
 
 def _sample_of_one(
@@ -109,17 +124,6 @@ def _resized(leaves: Sequence[torch.Tensor], constraints: Constraints, sizes: di
                 leaf = leaf.narrow(axis, 0, sizes[size])
         resized.append(leaf.clone())
     return resized
-
-
-def _agree(model: nn.Module, gm: GraphModule, call: Call, leaves: list[torch.Tensor] | None) -> bool | None:
-    """Whether the two agree on some inputs; None where the model itself does not take them, and so promises nothing."""
-    if leaves is None:
-        return None
-    expected = _run(model, model, call, leaves)
-    if expected is None:
-        return None
-    given = _run(gm, model, call, leaves)
-    return given is not None and len(expected) == len(given) and all(_equal(a, b) for a, b in zip(expected, given))
 
 
 def _run(module: nn.Module, model: nn.Module, call: Call, leaves: list[torch.Tensor]) -> list[Any] | None:

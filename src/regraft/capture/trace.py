@@ -15,7 +15,7 @@ from regraft.capture.calling import Calling
 from regraft.capture.codegen import CallingCodeGen
 from regraft.capture.exporting import Exported, export, without_prefix
 from regraft.capture.failures import capture_error
-from regraft.capture.probing import agrees, allow_size_one
+from regraft.capture.probing import Probe
 from regraft.capture.shapes import Axes, axes_of
 from regraft.capture.signature import Call, take_apart
 from regraft.capture.untouched import untouched
@@ -78,15 +78,16 @@ def capture(model: nn.Module, call: Call, axes: Axes, automatic: bool) -> GraphM
     """
     exported = _exported_as_widely_as_can_be(model, call, axes) if automatic else _exported(model, call, axes)
     gm = _assembled(model, call, exported, automatic)
-    allow_size_one(model, gm, call, _calling(gm))
-    if exported.enlarged and not agrees(model, gm, call):
+    probe = Probe(model, gm, call, _calling(gm))
+    probe.allow_size_one()
+    if exported.enlarged and not probe.agrees():
         # what holds for the larger sample does not for this one: take the axes of size one for fixed
         plain: Axes = [
             {axis: dim for axis, dim in (varying or {}).items() if leaf.shape[axis] > 1} or None
             for leaf, varying in zip(call.leaves, axes)
         ]
         gm = _assembled(model, call, _exported(model, call, plain), automatic)
-        allow_size_one(model, gm, call, _calling(gm))
+        Probe(model, gm, call, _calling(gm)).allow_size_one()
     transformers_adapter.dress(gm, model)
     return gm
 
