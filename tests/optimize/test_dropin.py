@@ -177,6 +177,7 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "a weight written to": lambda m: m.q.weight.mul_(2),
     "a weight replaced": lambda m: setattr(m.k, "weight", nn.Parameter(torch.ones(4, 8))),
     "a weight's memory replaced": lambda m: setattr(m.k.weight, "data", torch.ones(4, 8)),
+    "a buffer's memory taken for another type": lambda m: setattr(m.shift, "data", m.shift.data.view(torch.int32)),
     "a layer replaced": lambda m: setattr(m, "q", nn.Tanh()),
     "a buffer written to that a constant was folded of": lambda m: m.shift.add_(1),
     "statistics written to": lambda m: m.norm.running_mean.fill_(0.5),
