@@ -264,6 +264,18 @@ def test_an_engine_is_taken_where_it_is_likely_faster(
     assert limits == [(choosing.PAIRS, seconds) for seconds in (0.01, choosing.LONGER * 0.01)[:looks]]
 
 
+@pytest.mark.parametrize(("call", "looks"), [(0.0018, 2), (0.0019, 1)])
+def test_slow_calls_are_not_looked_at_for_longer_than_they_were(monkeypatch, call: float, looks: int) -> None:
+    """Four pairs of blocks of two calls are sixteen calls, which take 0.03 s, three times what was asked, or more."""
+    every_engine(monkeypatch, lambda flat: lambda inputs: flat.module(*inputs))
+    model, x, asked = heads(), {"x": image()}, []
+    gm = rg.trace(model, (), x)
+    same = Comparison(call, call, 1.0, 0.9, 1.1, (1.0,) * 4, 2, ((call, call),) * 4)
+    monkeypatch.setattr(choosing, "compare_speed", lambda *programs, **clock: asked.append(clock) or same)
+    choosing.adopt_engine("torch", Graph("forward", gm, ((), x), model), Entry("forward", gm, x), 0.01, True, {})
+    assert len(asked) == looks
+
+
 def test_an_engine_that_is_not_installed_says_how_to_get_it(monkeypatch) -> None:
     monkeypatch.setattr(choosing, "missing_packages", lambda name: ("openvino",))
     with pytest.raises(ImportError, match=r"pip install 'regraft\[openvino\]'"):

@@ -127,7 +127,8 @@ def adopt_engine(
             settings = clock(long, max(pause_after(name), pause_after(taken)))
             both = graph.runner(baseline), graph.runner(_by_name(candidate))
             found = compare_speed(*both, min_pairs=PAIRS, **settings)
-            if found.high < WORTH or found.slower:
+            spent = found.calls * sum(map(sum, found.times))
+            if found.high < WORTH or found.slower or spent > LONGER * seconds:  # of slow calls a few take that long
                 break
         return found
 
