@@ -439,6 +439,19 @@ def test_sizes_that_are_one_only_together() -> None:
         gm(torch.ones(1), torch.ones(1), torch.ones(1, 5))
 
 
+class BranchOnTwo(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return x.sum() * (3 if y.shape[0] == 1 and z.shape[0] == 1 else 2) + y.sum() + z.sum()
+
+
+def test_a_sample_of_one_is_taken_where_others_must_not_be_one_together() -> None:
+    sample = (torch.ones(1), torch.ones(4), torch.ones(5, 6))
+    gm = trace(BranchOnTwo(), sample, dynamic_shapes="auto")
+    assert gm(*sample) == BranchOnTwo()(*sample)
+    with pytest.raises(TypeError, match=r"size 1|is 1 only if"):
+        gm(torch.ones(1), torch.ones(1), torch.ones(1, 6))
+
+
 class Attention(nn.Module):
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(query, key, value=value)

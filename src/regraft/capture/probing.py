@@ -64,8 +64,13 @@ class Probe:
                 self.constraints.require_together(symbol, together)
 
     def agrees(self) -> bool:
-        """Whether the graph gives, bit for bit, what the model gives for the sample as it is."""
-        return self._agree(list(self.call.leaves)) is True
+        """Whether the graph takes the sample as it is, and gives, bit for bit, what the model gives."""
+        leaves = list(self.call.leaves)
+        try:
+            self.constraints.check(leaves)  # it may have been tried before a size of one was forbidden
+        except TypeError:
+            return False
+        return self._agree(leaves) is True
 
     def _agree(self, leaves: list[torch.Tensor] | None) -> bool | None:
         """Whether the two agree on some inputs; None where the model does not take them, and so promises nothing."""

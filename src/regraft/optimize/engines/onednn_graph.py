@@ -55,7 +55,7 @@ def build(flat: Flat) -> Run:
     def run(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         if [tensor.shape for tensor in inputs] != sizes:
             raise NotCovered(f"the program was made for inputs of the sizes {[tuple(size) for size in sizes]}")
-        if torch.is_grad_enabled():  # asked because to enter and leave what is on anyway takes as long as all else here
+        if torch.is_grad_enabled():  # asked because to enter and leave a mode that is on anyway takes time, too
             with torch.no_grad():
                 return run(inputs)
         return forms.complete(program(*_usual(inputs), *forms.beside))
