@@ -237,7 +237,7 @@ def test_engines_that_may_be_equally_fast_are_timed_against_each_other(
     [
         (0.85, 0.9, 0.95, 1, True, "faster: 0.90x"),
         (0.85, 0.97, 1.02, 2, True, "likely faster: 0.97x the time (95% 0.85–1.02, 10 pairs), an interval"),
-        (0.85, 0.97, 0.985, 2, True, "faster: 0.97x the time (95% 0.85–0.98"),
+        (0.85, 0.97, 0.985, 1, True, "faster: 0.97x the time (95% 0.85–0.98"),
         (0.85, 0.985, 0.99, 2, False, "wholly below 1, but by less than the memory of its weights is worth"),
         (0.85, 0.985, 1.02, 2, False, "no difference shown: 0.985x"),
         (0.85, 1.2, 1.3, 2, False, "no difference shown: 1.20x"),

@@ -16,6 +16,7 @@ from regraft.core.errors import VerificationError
 from regraft.verify import oracle as oracle_module
 from regraft.verify import verify
 from regraft.verify.precise import in_precision
+from regraft.verify.run import run
 
 HALF = [torch.float16, torch.bfloat16]
 DTYPES = [torch.float64, torch.float32, *HALF]
@@ -437,6 +438,36 @@ def test_an_oracle_makes_its_copy_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verify(oracle, copy.deepcopy(model), (x,)).ok
     assert not verify(oracle, lambda x: {**model(x), "hidden": model(x)["hidden"] + 1e-3}, (x,)).ok
     assert len(copies) == 1
+
+
+def test_an_oracle_is_asked_once_about_what_it_was_given_unless_that_was_written_to(monkeypatch) -> None:
+    asked, model = [], Model().eval()
+    monkeypatch.setattr(oracle_module, "run", lambda *given, **how: asked.append(given) or run(*given, **how))
+    oracle = oracle_module.Oracle(model, float64=True, seed=0)
+
+    def runs_of(x: torch.Tensor, candidate=model, **options) -> int:
+        asked.clear()
+        assert verify(oracle, candidate, (x,), **options).ok
+        return len(asked)
+
+    x = torch.randn(3, 32)
+    assert [runs_of(x), runs_of(x), runs_of(x.clone())] == [2, 0, 2]
+    assert not verify(oracle, lambda x: {**model(x), "hidden": model(x)["hidden"] + 1e-3}, (x,)).ok
+    x.add_(1)
+    assert [runs_of(x), runs_of(x), runs_of(x, extra_inputs=[(x[:2],)])] == [2, 0, 2]
+    with torch.inference_mode():
+        uncounted = torch.randn(3, 32)
+    assert [runs_of(uncounted), runs_of(uncounted)] == [2, 2]
+
+
+def test_an_oracle_keeps_no_answer_to_what_it_cannot_look_into() -> None:
+    class Applied(nn.Module):
+        def forward(self, x: torch.Tensor, function) -> torch.Tensor:
+            return function(x)
+
+    oracle, x = oracle_module.Oracle(Applied(), float64=True, seed=0), torch.randn(3)
+    assert verify(oracle, Applied(), (x, torch.exp)).ok
+    assert not verify(oracle, lambda x, function: x.exp(), (x, torch.sin)).ok
 
 
 def test_the_float64_copy_has_weights_of_its_own_and_none_is_copied_twice(monkeypatch) -> None:

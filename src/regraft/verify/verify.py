@@ -56,7 +56,8 @@ def verify(
 
     Args:
         reference: What is right: a module, a graph module, an `ExportedProgram` or any callable. An `Oracle` of one
-            keeps its float64 copy for the next verification; it has `float64` and `seed` of its own.
+            keeps its float64 copy, and its answers to inputs that were given, for the next verification; it has
+            `float64` and `seed` of its own.
         candidate: What is checked: a module, a graph module, an `ExportedProgram` or any callable.
         args: Positional arguments of both, a tuple.
         kwargs: Keyword arguments of both.
@@ -148,7 +149,7 @@ class _Check:
 
     def case(self, label: str, inputs: Inputs, *, given: bool) -> Case:
         """Compare on one set of inputs; ones that were made here may be too odd for the reference."""
-        truth = self.oracle.ask(inputs)
+        truth = self.oracle.ask(inputs, keep=given)
         if truth.own.error is not None:
             if given:
                 truth.own.error.add_note(f"raised by the reference itself on {label} given to regraft.verify")

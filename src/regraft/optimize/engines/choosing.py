@@ -127,8 +127,10 @@ def adopt_engine(
             settings = clock(long, max(pause_after(name), pause_after(taken)))
             both = graph.runner(baseline), graph.runner(_by_name(candidate))
             found = compare_speed(*both, min_pairs=PAIRS, **settings)
-            spent = found.calls * sum(map(sum, found.times))
-            if found.high < WORTH or found.slower or spent > LONGER * seconds:  # of slow calls a few take that long
+            told = found.slower or (found.faster and found.ratio < WORTH)
+            if (
+                told or found.calls * sum(map(sum, found.times)) > LONGER * seconds
+            ):  # of slow calls a few take that long
                 break
         return found
 
