@@ -205,6 +205,18 @@ def test_transformed_functions_in_an_exported_graph(transformed) -> None:
     assert not any(torch_private.transforms_functions(f) for f in (torch.tanh, operator.add, torch.ops.aten.add.Tensor))
 
 
+def test_a_mask_is_causal_as_torchs_transformer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    home, causal = nn.modules.transformer, nn.Transformer.generate_square_subsequent_mask(3)
+    assert home._detect_is_causal_mask(causal, None, 3) is True, "it compares"
+    with torch_private.causal_as_told():
+        answers = [home._detect_is_causal_mask(causal, told, 3) for told in (None, True, False)]
+        assert answers == [False, True, False]
+    assert home._detect_is_causal_mask(causal, None, 3) is True
+    monkeypatch.delattr(home, "_detect_is_causal_mask")
+    with torch_private.causal_as_told():
+        assert not hasattr(home, "_detect_is_causal_mask")
+
+
 def test_sizes_without_the_printer(monkeypatch: pytest.MonkeyPatch) -> None:
     value = next(iter(program().graph.nodes)).meta["val"]
     expression = torch_private.symbolic_expression(value.shape[0])

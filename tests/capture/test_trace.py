@@ -557,6 +557,42 @@ def test_a_transformer_encoder_of_torch() -> None:
         assert torch.allclose(gm(x), model(x), atol=1e-5)
 
 
+class Translator(nn.Module):
+    """Torch's transformer with a causal mask for the target, which it compares with one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer = nn.Transformer(8, 2, 1, 2, 16, batch_first=True)
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        mask = self.transformer.generate_square_subsequent_mask(target.shape[1])
+        out: torch.Tensor = self.transformer(source, target, tgt_mask=mask)
+        return out
+
+
+def test_torchs_transformer_with_a_causal_mask_that_it_makes() -> None:
+    model = Translator().eval()
+    gm = trace(model, (torch.randn(3, 5, 8), torch.randn(3, 4, 8)), dynamic_shapes="auto")
+    for sizes in ((3, 5, 4), (2, 3, 9)):
+        call = torch.randn(sizes[0], sizes[1], 8), torch.randn(sizes[0], sizes[2], 8)
+        with torch.no_grad():
+            assert torch.allclose(gm(*call), model(*call), atol=1e-5)
+
+
+def test_torchs_transformer_encoder_with_any_mask() -> None:
+    """A graph that was captured with a causal mask applies another one, too."""
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    causal = nn.Transformer.generate_square_subsequent_mask(5)
+    compares = nn.modules.transformer._detect_is_causal_mask
+    gm = trace(model, (torch.randn(3, 5, 8),), {"mask": causal}, dynamic_shapes="auto")
+    assert nn.modules.transformer._detect_is_causal_mask is compares
+    x, other = torch.randn(2, 5, 8), torch.where(torch.eye(5).roll(1, 0) == 1, -torch.inf, 0.0)
+    with torch.no_grad():  # of masks that are added, torch's fused encoder takes none but these numbers
+        for mask in (causal, other, causal.T):
+            assert torch.allclose(gm(x, mask=mask), model(x, mask=mask), atol=1e-5)
+        assert not torch.allclose(model(x, mask=causal), model(x, mask=other), atol=1e-2)
+
+
 class Opaque(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 TreeSpec = pytree.TreeSpec
@@ -114,6 +116,31 @@ def transforms_functions(target: Any) -> bool:
     they would stand in a graph as they did before they were known here: a rewrite could take one for unread.
     """
     return str(getattr(target, "__module__", "")).startswith("torch._functorch.")
+
+
+@contextlib.contextmanager
+def causal_as_told() -> Iterator[None]:
+    """With torch's transformer encoder and decoder taking a mask for causal only where they are told so.
+
+    Where they are told nothing they compare its numbers, to let the kernel make the same mask itself. A mask that they
+    do not take for causal is applied as it is, to the same result. Where torch moves the function that compares, they
+    can be captured with `is_causal` alone, and the error says that the model decides by the value of a tensor.
+    """
+    home, name = nn.modules.transformer, "_detect_is_causal_mask"
+    compares = getattr(home, name, None)
+    if compares is None:
+        yield
+        return
+
+    def told(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+        del mask, size
+        return is_causal is True
+
+    setattr(home, name, told)
+    try:
+        yield
+    finally:
+        setattr(home, name, compares)
 
 
 def keywords_in_export() -> list[str]:

@@ -83,7 +83,7 @@ def ways(model: nn.Module) -> list[Callable[[], AbstractContextManager[Any]]]:
     Args:
         model: any module.
     """
-    plain: list[Callable[[], AbstractContextManager[Any]]] = [contextlib.nullcontext, _without_fast_path]
+    plain: list[Callable[[], AbstractContextManager[Any]]] = [contextlib.nullcontext, _whatever_the_mask]
     if not is_pretrained(model):
         return plain
     known = [lambda: _as_run(model), *plain, *([_patched] if _exporter() is not None else [])]
@@ -167,12 +167,13 @@ def _along_axes(mask: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
 
 @contextlib.contextmanager
-def _without_fast_path() -> Iterator[None]:
-    """The fused transformer encoder of torch decides by the values of its mask; the plain one does not."""
+def _whatever_the_mask() -> Iterator[None]:
+    """The fused transformer encoder of torch decides by the values of its mask; the plain one need not."""
     was = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        yield
+        with torch_private.causal_as_told():
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(was)
 
