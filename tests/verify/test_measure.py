@@ -35,7 +35,8 @@ class Clock:
 
 
 def compare(clock: Clock, a: Callable[[], Any], b: Callable[[], Any], **options: Any) -> Any:
-    return compare_speed(a, b, timer=clock, block_seconds=1e-9, min_seconds=0.5, warmup_seconds=0.01, **options)
+    limits = {"block_seconds": 1e-9, "min_seconds": 15.0, "warmup_seconds": 0.01, **options}
+    return compare_speed(a, b, timer=clock, **limits)
 
 
 @pytest.mark.parametrize(("candidate", "faster", "slower"), [(0.8, True, False), (1.25, False, True)])
@@ -149,6 +150,44 @@ def test_the_further_off_each_pair_is_the_fewer_are_enough(seconds: list[float],
         clock.now += next(times)
 
     assert compare(clock, clock.program("a", 10.0), candidate).pairs == pairs
+
+
+@pytest.mark.parametrize(
+    ("seconds", "pairs"),
+    [
+        ([9.0] * 2, 2),
+        ([11.1] * 2, 2),
+        ([9.2] * 4, 4),
+        ([10.4] * 4, 4),
+        ([9.0, 9.2, 9.0, 9.0], 4),
+        ([9.0, 11.1, 9.0, 9.0, 9.0, 9.0], 12),
+        ([9.8] * 8, 8),
+        ([9.0, 9.8, 9.0, 9.0, 9.0, 9.0], 8),
+        ([9.1, 9.1, 9.1, 9.8, 9.0, 9.0], 8),
+    ],
+)
+@pytest.mark.parametrize("asked", [8.0, 9.9])
+def test_of_calls_that_take_longer_than_was_asked_fewer_are_enough(seconds, pairs: int, asked: float) -> None:
+    """Of both programs: not where one of them takes 9 seconds, and 9.9 were asked."""
+    clock, times = Clock(), iter([1.0, *seconds, *[seconds[0]] * 12])
+
+    def candidate() -> None:
+        clock.now += next(times)
+
+    found = compare(clock, clock.program("a", 10.0), candidate, min_seconds=asked)
+    slow = asked < min(seconds[:2])
+    assert found.pairs == pairs if slow else found.pairs >= 6
+
+
+def test_slow_programs_that_are_equal_are_called_so() -> None:
+    """With each call off by up to 5 % in either direction."""
+    wrong = 0
+    for seed in range(400):
+        clock = Clock()
+        a, b = clock.program("a", 10.0, 0.05, seed), clock.program("b", 10.0, 0.05, 1000 + seed)
+        found = compare(clock, a, b, min_seconds=1.0)
+        wrong += found.faster or found.slower
+    assert wrong <= 20  # 5 %
 
 
 @pytest.mark.parametrize(("most", "pairs"), [(6, 2), (8, 2), (10, 4), (12, 6), (40, 6)])
@@ -271,6 +310,7 @@ def test_gradients_are_off_unless_asked_for() -> None:
 @pytest.mark.parametrize(("noise", "longest"), [(0.01, 0.6), (0.9, 1.2)])
 def test_on_a_busy_machine_it_takes_longer(noise: float, longest: float) -> None:
     clock = Clock()
-    found = compare(clock, clock.program("a", 0.01, noise), clock.program("b", 0.01, noise, 7), max_pairs=10_000)
+    a, b = clock.program("a", 0.01, noise), clock.program("b", 0.01, noise, 7)
+    found = compare(clock, a, b, min_seconds=0.5, max_pairs=10_000)
     spent = sum(a + b for a, b in found.times)
     assert longest / 1.5 < spent < longest

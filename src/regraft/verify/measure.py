@@ -25,6 +25,9 @@ import torch
 # still. And fewer where so many fall on either side that 1 is in the interval of all, whatever the others are.
 MIN_PAIRS = 12
 _ENOUGH = {4: 1.25, 6: 1.1, 8: 1.0}
+# What disturbs a call of ten milliseconds by a quarter is a few percent of one that takes a second. So where a block
+# takes longer than all were to take, two pairs are enough where each is off 1 by a tenth, and four where by 3 %.
+_ENOUGH_OF_SLOW = {**_ENOUGH, 2: 1.1, 4: 1.03}
 # On a busy machine: go on for so many times as long while the interval is wider than this part of the ratio.
 _PATIENCE, _WIDE = 2, 0.1
 
@@ -125,7 +128,8 @@ def compare_speed(
         pause_seconds: Before each block, wait for so long, and make one call that is not timed: for programs that have
             threads of their own, which go on spinning after a call and slow whatever runs next.
         min_pairs: At least so many pairs; or 8 that agree, 6 of which each differs by a tenth, 4 of which each does by
-            a quarter, or as many as show that 12, or `max_pairs` if that is less, would tell no difference.
+            a quarter, or as many as show that 12, or `max_pairs` if that is less, would tell no difference. Of calls
+            that take longer than `min_seconds` each, also 4 that differ by 3 %, or 2 that do by a tenth.
         max_pairs: Stop here.
         grad: Time with gradients recorded; by default they are not, as in inference.
         timer: The clock, in seconds.
@@ -210,7 +214,8 @@ def _measure(
 def _goes_on(times: list[tuple[float, float]], spent: float, min_seconds: float, pairs: int, leave_out: int) -> bool:
     if len(times) < pairs:
         ahead, behind = (sum(a < b for a, b in times), sum(b < a for a, b in times))
-        off = _ENOUGH.get(len(times), math.inf)
+        slow = min(map(min, times), default=0.0) > min_seconds
+        off = (_ENOUGH_OF_SLOW if slow else _ENOUGH).get(len(times), math.inf)
         clear = all(b > off * a for a, b in times) or all(a > off * b for a, b in times)
         return spent < min_seconds or not (clear or min(ahead, behind) > leave_out)
     if not min_seconds <= spent < _PATIENCE * min_seconds:
