@@ -558,6 +558,43 @@ def test_a_transformers_model_needs_no_example() -> None:
     assert result.steps[0].applied == 1
 
 
+class Joined(torch.nn.Module):
+    def forward(self, *parts: torch.Tensor) -> torch.Tensor:
+        return torch.cat(parts).relu()
+
+
+class Unnamed(torch.nn.Module):
+    def forward(self, x: torch.Tensor, /, scale: float = 1.0) -> torch.Tensor:
+        return x.relu() * scale
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "said"),
+    [
+        (Joined(), (image(), image()), r"take parts_0, parts_1 by name.*def forward\(self, parts_0, parts_1\): return"),
+        (Unnamed(), (image(), 2.0), r"take x by name.*def forward\(self, x, scale\): return self.model\(x, scale\)"),
+    ],
+)
+def test_arguments_that_have_no_name_are_refused_with_the_way_round(model, args, said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        run(model.eval(), args, **ALL)
+
+
+def test_a_model_in_which_a_part_is_compiled() -> None:
+    compiled = torch.compile(nn.Linear(8, 4), backend="eager")
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.Flatten(2), nn.AdaptiveAvgPool1d(8), compiled
+    ).eval()
+    result = run(model, (image(),), transformations="FoldBatchNorm", **ALL)
+    assert result.steps[0].applied == 1
+    x = torch.randn_like(image())
+    with torch.no_grad():
+        assert torch.allclose(result.model(x), model(x), atol=1e-5)
+        assert grafts_of(result.model).stale is None
+        compiled.weight.add_(1)
+        assert torch.equal(result.model(x), model(x))
+
+
 def test_training_mode_is_noted() -> None:
     model = heads().train()
     result = run(model, (image(),), transformations="FoldBatchNorm", **ALL)

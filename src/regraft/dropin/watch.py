@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from itertools import chain, starmap
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from regraft.capture.transformers_adapter import is_collector
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")  # where gradients are recorded no graph runs
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, Tensor)
-_training = itemgetter("training")
 _version = attrgetter("_version")
 _dtype = attrgetter("dtype")
 _trainable = attrgetter("requires_grad")
@@ -146,7 +145,9 @@ class Watch:
     @property
     def training(self) -> bool:
         """Whether a module of the model is in training mode."""
-        return any(map(_training, self._states))
+        return any(
+            state.get("training") for state in self._states
+        )  # one that torch.compile made has no mode of its own
 
     def change(self) -> str | None:
         """What has changed since, as the end of a sentence; None where nothing has."""

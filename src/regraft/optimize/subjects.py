@@ -173,6 +173,7 @@ def _module(
         reference = share(model).eval()
     reader = Reader(twin)
     call = reader.read(*inputs) if any(inputs) else _made(twin, reader, notes)
+    _expect_names(model, call)
     call, *_ = reader.without_empty_cache(call)
     graphs: list[Graph] = []
     failures: dict[str, CaptureError] = {}
@@ -263,6 +264,21 @@ def _made(model: nn.Module, reader: Reader, notes: list[str]) -> dict[str, Any]:
             f"regraft.optimize(model, ({listed}{',' * (len(reader.names) == 1)}))"
         )
     return {}
+
+
+def _expect_names(model: nn.Module, call: Mapping[str, Any]) -> None:
+    """A drop-in knows an argument by its name, however a call gives it."""
+    parameters = inspect.signature(model.forward).parameters
+    only = {name for name, p in parameters.items() if p.kind is p.POSITIONAL_ONLY}
+    starred = tuple(f"{name}_" for name, p in parameters.items() if p.kind is p.VAR_POSITIONAL)
+    unnamed = [name for name in call if name in only or (name not in parameters and name.startswith(starred))]
+    if unnamed:
+        listed = ", ".join(call)
+        raise TypeError(
+            f"{type(model).__name__}.forward does not take {', '.join(unnamed)} by name, as optimize gives arguments; "
+            f"optimize a module that holds it, with `def forward(self, {listed}): return self.model({listed})`, or "
+            "rewrite the graph itself: regraft.trace(model, args)"
+        )
 
 
 def _checked(model: Any, args: Any, kwargs: Any) -> Inputs:
