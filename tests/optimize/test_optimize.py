@@ -319,6 +319,16 @@ def test_steps_that_together_make_a_slow_model_slower_are_measured_alone(monkeyp
         assert equal(result.model(x), model(x))
 
 
+@pytest.mark.parametrize(("again", "kept"), [(FASTER, [True, True]), (SAME, [False, False]), (None, [True, False])])
+def test_few_pairs_that_say_slower_are_looked_at_again(monkeypatch, again: Comparison | None, kept: list[bool]) -> None:
+    """Before each step of a slow model is measured alone, which takes far longer; two looks that agree tell."""
+    few = replace(SLOWER, ratios=(1.2,) * 4)
+    times(monkeypatch, few, *([again] if again else [few, FASTER, SLOWER]), FASTER, call=SLOW)
+    result = run(heads(), (image(),), transformations=PAIR)
+    assert [step.kept for step in result.steps] == kept
+    assert [step.comparison for step in result.steps] == ([again] * 2 if again else [FASTER, SLOWER])
+
+
 def test_one_step_that_makes_a_slow_model_slower_is_measured_once(monkeypatch) -> None:
     times(monkeypatch, SLOWER, FASTER, call=SLOW)
     result = run(heads(), (image(),), transformations=[rg.FoldBatchNorm()])

@@ -161,6 +161,8 @@ class Stepper:
             left_out, records = self._without(undecided)
             few = {} if alone else {"max_pairs": _TOGETHER_PAIRS}
             comparison = self._compared(left_out, self.graph.gm, **few)
+            if comparison.slower and comparison.pairs < _TOGETHER_PAIRS:  # to time each alone takes longer than a look
+                comparison = self._compared(left_out, self.graph.gm, **few)
         except Exception as error:  # the others alone were never run together
             logger.info("%s does not run with and without what is undecided: %s", self.graph.name, error)
             if not alone:
@@ -209,9 +211,8 @@ class Stepper:
         return compare_speed(graph.runner(before.forward), graph.runner(made.forward), **settings, **limits)
 
     def _restore(self, made: GraphModule, records: tuple[Step, ...]) -> None:
-        if made is self.graph.gm:
-            for step in reversed(records):
-                undo(self.graph.gm, step)
+        for step in reversed(records) if made is self.graph.gm else ():
+            undo(self.graph.gm, step)
 
     def follow(self, transformation: Transformation, other: StepResult) -> None:
         """Apply one transformation where it stays in the graph of another call of the same layers.
@@ -236,9 +237,8 @@ class Stepper:
         """
         result = self.results[index]
         standing = {step.id for step in history(self.graph.gm)}
-        for step in reversed(result.records):
-            if step.id in standing:
-                undo(self.graph.gm, step)
+        for step in (step for step in reversed(result.records) if step.id in standing):
+            undo(self.graph.gm, step)
         self.results[index] = replace(result, kept=False, reason=reason)
 
 
