@@ -590,6 +590,15 @@ def test_arguments_that_have_no_name_are_refused_with_the_way_round(model, args,
         run(model.eval(), args, **ALL)
 
 
+def test_a_name_that_begins_like_unnamed_arguments_is_a_name() -> None:
+    class Handed(torch.nn.Module):
+        def forward(self, *inputs: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+            return named["inputs_embeds"].relu()
+
+    result = run(Handed().eval(), kwargs={"inputs_embeds": image()}, **ALL)
+    assert torch.equal(result.model(inputs_embeds=image()), image().relu())
+
+
 def test_a_model_in_which_a_part_is_compiled() -> None:
     compiled = torch.compile(nn.Linear(8, 4), backend="eager")
     model = nn.Sequential(

@@ -144,10 +144,8 @@ class Watch:
 
     @property
     def training(self) -> bool:
-        """Whether a module of the model is in training mode."""
-        return any(
-            state.get("training") for state in self._states
-        )  # one that torch.compile made has no mode of its own
+        """Whether a module of the model is in training mode; one that `torch.compile` made has no mode of its own."""
+        return any(state.get("training") for state in self._states)
 
     def change(self) -> str | None:
         """What has changed since, as the end of a sentence; None where nothing has."""

@@ -270,8 +270,9 @@ def _expect_names(model: nn.Module, call: Mapping[str, Any]) -> None:
     """A drop-in knows an argument by its name, however a call gives it."""
     parameters = inspect.signature(model.forward).parameters
     only = {name for name, p in parameters.items() if p.kind is p.POSITIONAL_ONLY}
-    starred = tuple(f"{name}_" for name, p in parameters.items() if p.kind is p.VAR_POSITIONAL)
-    unnamed = [name for name in call if name in only or (name not in parameters and name.startswith(starred))]
+    star = next((f"{name}_" for name, p in parameters.items() if p.kind is p.VAR_POSITIONAL), "")
+    starred = {name for name in call.keys() - parameters.keys() if name.removeprefix(star).isdigit()}
+    unnamed = [name for name in call if name in only | starred]
     if unnamed:
         listed = ", ".join(call)
         raise TypeError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from regraft.verify.compare import HALF, coarser
 from regraft.verify.precise import InFewBits, in_precision, modes
@@ -122,10 +122,9 @@ class Oracle:
 
 def _state(tree: Tree) -> dict[str, object] | None:
     """What tells whether inputs are the same objects as they were; None where that cannot be told."""
-    if any(
-        isinstance(leaf, Opaque) or (isinstance(leaf, Tensor) and leaf.is_inference()) for leaf in tree.leaves.values()
-    ):
-        return None  # a tensor made in inference mode counts no writes
+    uncounted = any(tensor.is_inference() for _, tensor in tree.tensors())  # they count no writes
+    if uncounted or any(isinstance(leaf, Opaque) for leaf in tree.leaves.values()):
+        return None
     writes = {name: tensor._version for name, tensor in tree.tensors()}
     return {**tree.containers, **{name: (id(leaf), writes.get(name)) for name, leaf in tree.leaves.items()}}
 

@@ -127,10 +127,8 @@ def adopt_engine(
             settings = clock(long, max(pause_after(name), pause_after(taken)))
             both = graph.runner(baseline), graph.runner(_by_name(candidate))
             found = compare_speed(*both, min_pairs=PAIRS, **settings)
-            told = found.slower or (found.faster and found.ratio < WORTH)
-            if (
-                told or found.calls * sum(map(sum, found.times)) > LONGER * seconds
-            ):  # of slow calls a few take that long
+            spent = found.calls * sum(map(sum, found.times))  # of slow calls a few take that long
+            if found.slower or (found.faster and found.ratio < WORTH) or spent > LONGER * seconds:
                 break
         return found
 
