@@ -568,37 +568,6 @@ def test_a_transformers_model_needs_no_example() -> None:
     assert result.steps[0].applied == 1
 
 
-class Joined(torch.nn.Module):
-    def forward(self, *parts: torch.Tensor) -> torch.Tensor:
-        return torch.cat(parts).relu()
-
-
-class Unnamed(torch.nn.Module):
-    def forward(self, x: torch.Tensor, /, scale: float = 1.0) -> torch.Tensor:
-        return x.relu() * scale
-
-
-@pytest.mark.parametrize(
-    ("model", "args", "said"),
-    [
-        (Joined(), (image(), image()), r"take parts_0, parts_1 by name.*def forward\(self, parts_0, parts_1\): return"),
-        (Unnamed(), (image(), 2.0), r"take x by name.*def forward\(self, x, scale\): return self.model\(x, scale\)"),
-    ],
-)
-def test_arguments_that_have_no_name_are_refused_with_the_way_round(model, args, said: str) -> None:
-    with pytest.raises(TypeError, match=said):
-        run(model.eval(), args, **ALL)
-
-
-def test_a_name_that_begins_like_unnamed_arguments_is_a_name() -> None:
-    class Handed(torch.nn.Module):
-        def forward(self, *inputs: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
-            return named["inputs_embeds"].relu()
-
-    result = run(Handed().eval(), kwargs={"inputs_embeds": image()}, **ALL)
-    assert torch.equal(result.model(inputs_embeds=image()), image().relu())
-
-
 def test_a_model_in_which_a_part_is_compiled() -> None:
     compiled = torch.compile(nn.Linear(8, 4), backend="eager")
     model = nn.Sequential(

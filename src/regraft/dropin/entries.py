@@ -28,12 +28,14 @@ class Slot:
         kinds: For each tensor in it.
         single: Whether the argument is one tensor itself.
         form: What it is beside its tensors, where it is a cache.
+        nothing: Whether it is None, where that is not what the argument is anyway.
     """
 
     name: str
     kinds: tuple[_Kind, ...]
     single: bool
     form: caches.Form | None = None
+    nothing: bool = False
 
 
 class Entry:
@@ -120,7 +122,7 @@ def _slot(name: str, value: Any) -> Slot:
     state = caches.state_of(value)
     if state is not None:
         return Slot(name, tuple(map(_kind, state.leaves)), False, state.form)
-    return Slot(name, tuple(map(_kind, _tensors(value))), False)
+    return Slot(name, tuple(map(_kind, _tensors(value))), False, nothing=value is None)
 
 
 def _fits(slot: Slot, value: Any) -> bool:
@@ -129,7 +131,7 @@ def _fits(slot: Slot, value: Any) -> bool:
     if slot.form is not None:
         return type(value) is caches.State and value.form == slot.form and all(map(_is, value.leaves, slot.kinds))
     if not slot.kinds:
-        return value is not None
+        return (value is None) == slot.nothing
     tensors = _tensors(value)
     return len(tensors) == len(slot.kinds) and all(map(_is, tensors, slot.kinds))
 

@@ -43,8 +43,7 @@ def optimize(
 
     Args:
         model: A module, a graph module or an `ExportedProgram`.
-        args: Positional arguments of an example call; a module's `forward` has to have a name for each. A transformers
-            model needs no example.
+        args: Positional arguments of an example call. A transformers model needs no example.
         kwargs: Keyword arguments of it.
         transformations: A preset (`"exact"`, the default; `"fast"`, which may change the result by more than rounding;
             `"compile"`, for use before `torch.compile`), a transformation, or several of either.

@@ -47,6 +47,7 @@ class Graph:
         more: Further calls of the same form, to verify with.
         ignores: Attributes that the model sets itself as it runs, and with which the graph has nothing to do.
         like: The graph of the same layers whose rewrites this one gets, unmeasured; None for one of its own.
+        reader: Reads its calls for a drop-in and its engines; None where they are not of a module.
         whole: The graph with the steps, too, that were taken back because they make no difference to it: to an engine
             they may. None where there are none.
     """
@@ -58,6 +59,7 @@ class Graph:
     more: tuple[Inputs, ...] = ()
     ignores: frozenset[Attribute] = frozenset()
     like: str | None = None
+    reader: Reader | None = None
     whole: fx.GraphModule | None = None
 
     @cached_property
@@ -71,9 +73,23 @@ class Graph:
         return sum(tensor.nbytes for tensor in self.gm.parameters()) > LARGE
 
     @property
+    def call(self) -> dict[str, Any]:
+        """The call by name."""
+        return self.named(*self.inputs[0], **self.inputs[1])
+
+    def named(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """A call by name.
+
+        Args:
+            *args: Its positional arguments, where the model's have no names.
+            **kwargs: Its keyword arguments.
+        """
+        return self.reader.read(args, kwargs) if args and self.reader is not None else kwargs
+
+    @property
     def cache(self) -> Any:
         """The cache of keys and values in the call, or None."""
-        cache = self.inputs[1].get("past_key_values")
+        cache = self.call.get("past_key_values")
         return None if caches.state_of(cache) is None else cache
 
     def runner(self, program: Callable[..., Any]) -> Callable[[], object]:
@@ -157,7 +173,7 @@ def subject_again(model: nn.Module, call: Mapping[str, Any], dynamic_shapes: Any
     Raises:
         CaptureError: The model cannot be captured.
     """
-    return _module(model, ((), dict(call)), dynamic_shapes, lambda _: None, twin=model)
+    return _module(model, Reader(model).apart(call), dynamic_shapes, lambda _: None, twin=model)
 
 
 def _module(
@@ -173,7 +189,6 @@ def _module(
         reference = share(model).eval()
     reader = Reader(twin)
     call = reader.read(*inputs) if any(inputs) else _made(twin, reader, notes)
-    _expect_names(model, call)
     call, *_ = reader.without_empty_cache(call)
     graphs: list[Graph] = []
     failures: dict[str, CaptureError] = {}
@@ -181,11 +196,11 @@ def _module(
         generated = _of_generate(twin, reader, call) if is_pretrained(twin) else []
     kinds = chain([("forward", [call], None)], generated)
     for name, calls, like in kinds:
-        if any(Entry(graph.name, graph.gm, graph.inputs[1]).takes(calls[0]) for graph in graphs):
+        if any(Entry(graph.name, graph.gm, graph.call).takes(calls[0]) for graph in graphs):
             continue
         say("capturing the model" + (f"'s {name}" if name != "forward" else ""))
         try:
-            graphs.append(replace(_captured(name, twin, reference, calls, dynamic_shapes, own), like=like))
+            graphs.append(replace(_captured(name, twin, reader, reference, calls, dynamic_shapes, own), like=like))
         except CaptureError as error:
             failures[name] = error
     if not graphs:
@@ -217,6 +232,7 @@ def _of_generate(
 def _captured(
     name: str,
     twin: nn.Module,
+    reader: Reader,
     reference: nn.Module,
     calls: list[dict[str, Any]],
     dynamic_shapes: Any,
@@ -226,11 +242,11 @@ def _captured(
     first = calls[0]
     shapes = axes_of(twin, first) if dynamic_shapes == "auto" and is_pretrained(twin) else dynamic_shapes
     with used_meanwhile(twin, own) as used:
-        gm = trace(twin, (), first, dynamic_shapes=shapes)
-    graph = Graph(name, gm, ((), first), reference, ignores=frozenset(own - used))
+        gm = trace(twin, *reader.apart(first), dynamic_shapes=shapes)
+    graph = Graph(name, gm, reader.apart(first), reference, ignores=frozenset(own - used), reader=reader)
     _expect_to_run(graph)
     entry = Entry(name, gm, first)
-    return replace(graph, more=tuple(((), one) for one in calls[1:] if entry.takes(one)))
+    return replace(graph, more=tuple(reader.apart(one) for one in calls[1:] if entry.takes(one)))
 
 
 def _expect_to_run(graph: Graph) -> None:
@@ -264,22 +280,6 @@ def _made(model: nn.Module, reader: Reader, notes: list[str]) -> dict[str, Any]:
             f"regraft.optimize(model, ({listed}{',' * (len(reader.names) == 1)}))"
         )
     return {}
-
-
-def _expect_names(model: nn.Module, call: Mapping[str, Any]) -> None:
-    """A drop-in knows an argument by its name, however a call gives it."""
-    parameters = inspect.signature(model.forward).parameters
-    only = {name for name, p in parameters.items() if p.kind is p.POSITIONAL_ONLY}
-    star = next((f"{name}_" for name, p in parameters.items() if p.kind is p.VAR_POSITIONAL), "")
-    starred = {name for name in call.keys() - parameters.keys() if name.removeprefix(star).isdigit()}
-    unnamed = [name for name in call if name in only | starred]
-    if unnamed:
-        listed = ", ".join(call)
-        raise TypeError(
-            f"{type(model).__name__}.forward does not take {', '.join(unnamed)} by name, as optimize gives arguments; "
-            f"optimize a module that holds it, with `def forward(self, {listed}): return self.model({listed})`, or "
-            "rewrite the graph itself: regraft.trace(model, args)"
-        )
 
 
 def _checked(model: Any, args: Any, kwargs: Any) -> Inputs:

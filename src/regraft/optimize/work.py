@@ -188,7 +188,7 @@ class Work:
     def install(self) -> None:
         """Make the drop-in, with every graph that is right."""
         self.entries = {
-            graph.name: Entry(graph.name, graph.gm, graph.inputs[1], graph.ignores)
+            graph.name: Entry(graph.name, graph.gm, graph.call, graph.ignores)
             for graph in self.graphs
             if graph.name not in self.verdicts
         }

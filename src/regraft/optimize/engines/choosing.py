@@ -125,7 +125,7 @@ def adopt_engine(
     def timed(name: str, baseline: Callable[..., Any], candidate: Engine) -> Comparison:
         for long in (seconds, LONGER * seconds):
             settings = clock(long, max(pause_after(name), pause_after(taken)))
-            both = graph.runner(baseline), graph.runner(_by_name(candidate))
+            both = graph.runner(baseline), graph.runner(_called(graph, candidate))
             found = compare_speed(*both, min_pairs=PAIRS, **settings)
             spent = found.calls * sum(map(sum, found.times))  # of slow calls a few take that long
             if found.slower or (found.faster and found.ratio < WORTH) or spent > LONGER * seconds:
@@ -153,7 +153,7 @@ def adopt_engine(
         asked = wanted != "torch" and history(graph.gm)
         alone = _built(name, graph, _without(graph.gm, None), bound, {}) if asked else None
         if alone is not None:
-            added = timed(name, _by_name(alone), engine)
+            added = timed(name, _called(graph, alone), engine)
             rewriting[name] = added
             if added.slower and measured:
                 engine = alone
@@ -164,7 +164,7 @@ def adopt_engine(
             best = comparisons[taken]
             wins = found.high < best.low
             if not wins and found.low < best.high:  # either may be the faster: a common third does not tell
-                duel = timed(name, _by_name(entry.engine), engine)
+                duel = timed(name, _called(graph, entry.engine), engine)
                 tried[name] += f"; {duel.describe()} of {taken}"
                 wins = duel.ratio < 1
         if wins or (wanted == name and not measured):
@@ -189,16 +189,12 @@ def _names(wanted: str) -> Sequence[str]:
 
 def _built(name: str, graph: Graph, gm: GraphModule, bound: Mapping[str, Any], tried: dict[str, str]) -> Engine | None:
     """The engine for a graph, if it can be had and is right."""
-    args, kwargs = graph.inputs
-    if args:
-        tried[name] = "not tried: the call has positional arguments; give them by name"
-        return None
     obstacle = _obstacle(gm)
     if obstacle is not None:
         tried[name] = f"not tried: {obstacle}"
         return None
     try:
-        flat = Flat(gm, kwargs)
+        flat = Flat(gm, graph.call)
         adapter = importlib.import_module(f"regraft.optimize.engines.{ENGINES[name][0]}")
         engine = Engine(flat, adapter.build(flat), graph.gm)
     except Exception as error:  # whatever an engine raises that has no form for a graph
@@ -206,7 +202,7 @@ def _built(name: str, graph: Graph, gm: GraphModule, bound: Mapping[str, Any], t
         tried[name] = f"cannot run it ({type(error).__name__}: {text[:160]})"
         return None
     bound = {"factor": OTHER_KERNELS, **bound}
-    found = verify(graph.oracle, _candidate(graph, engine), (), kwargs, extra_inputs=graph.more, **bound)
+    found = verify(graph.oracle, _candidate(graph, engine), *graph.inputs, extra_inputs=graph.more, **bound)
     if not found.ok:
         tried[name] = f"is not right: {worst_sentence(found)}"
         return None
@@ -237,11 +233,11 @@ def _without(gm: GraphModule, transformations: Collection[str] | None) -> GraphM
     return twin
 
 
-def _by_name(engine: Engine) -> Callable[..., Any]:
-    return lambda **kwargs: engine(kwargs)
+def _called(graph: Graph, engine: Engine) -> Callable[..., Any]:
+    return lambda *args, **kwargs: engine(graph.named(*args, **kwargs))
 
 
 def _candidate(graph: Graph, engine: Engine) -> Callable[..., Any]:
     if graph.cache is None:
-        return _by_name(engine)
+        return _called(graph, engine)
     return lambda **kwargs: filling.fill(kwargs["past_key_values"], engine(kwargs))
