@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,6 +34,7 @@ HOLDERS = {
     torch.ones(2): "_version _backward_hooks _post_accumulate_grad_hooks",
     torch.ones(2).untyped_storage(): "_cdata",
     torch.ops.aten.relu.default: "_schema",
+    forward_ad: "_current_level",
     torch.fx.symbolic_trace(nn.ReLU()): "_code",
     torch.fx.Graph(): "_codegen _graph_namespace _find_nodes_lookup_table",
     torch.fx.Graph()._graph_namespace: "_used_names _base_count _rename_object",
@@ -142,6 +144,9 @@ def test_who_is_looking_on_at_a_call() -> None:
     torch.func.grad(lambda x: looked(x).sum())(x)
     torch.func.functionalize(looked)(x)
     assert ordinary_calls == [True, *[False] * 6]
+    with forward_ad.dual_level():
+        assert not ordinary.ordinary_call()
+    assert ordinary.ordinary_call()
     nothing, mode, autocast, traced = [False] * 4, [True, *[False] * 3], [False, True, False, False], [False] * 4
     traced[2] = True
     transformed = [False, False, False, True]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from models import decoder, every_engine, heads, ids, image
+from torch.autograd import forward_ad
 
 import regraft as rg
 from regraft.dropin import Entry, grafts_of
@@ -431,6 +432,16 @@ def test_under_autocast_and_for_other_sizes_the_graph_runs() -> None:
     for batch, times in ((2, 1), (3, 1)):
         assert runs(engine, twin, image(batch))[1] == times
         same(twin(image(batch)), model, image(batch))
+
+
+def test_of_inputs_with_tangents_the_graph_computes_those_of_the_results() -> None:
+    model, twin, engine = taken_over("onednn")
+    with torch.no_grad(), forward_ad.dual_level():
+        x = forward_ad.make_dual(image(), image())
+        found, times = runs(engine, twin, x)
+        tangents = [[forward_ad.unpack_dual(part).tangent for part in parts] for parts in (found, model(x))]
+    assert times == 0
+    assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(*tangents, strict=True))
 
 
 @pytest.mark.parametrize(

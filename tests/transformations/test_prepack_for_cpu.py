@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import regraft as rg
@@ -393,6 +394,11 @@ def test_gradients_autocast_compilation_and_vmap_get_the_plain_layers():
     with torch.no_grad():
         batch = torch.stack([IMAGE[0], 2 * IMAGE[0]])
         torch.testing.assert_close(torch.vmap(gm)(batch), torch.vmap(model)(batch))
+        with forward_ad.dual_level():
+            x = forward_ad.make_dual(IMAGE[0], batch[1])
+            tangents = [forward_ad.unpack_dual(f(x)).tangent for f in (gm, model)]
+        assert tangents[0] is not None
+        torch.testing.assert_close(*tangents)
     with torch.inference_mode():
         torch.testing.assert_close(gm(IMAGE[0]), model(IMAGE[0]))
     exported = torch.export.export(gm, IMAGE).module()

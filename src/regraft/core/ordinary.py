@@ -1,8 +1,8 @@
 """Whether a call is only a call: what decides between a kernel of one's own and the plain layer or graph.
 
-Nobody traces it, casts its arguments, counts its operators or maps over it, and no gradient is recorded. torch has
-public names for parts of this only, so this file knows the private ones. Without them no call is ordinary, which costs
-speed and nothing else.
+Nobody traces it, casts its arguments, counts its operators, maps over it or differentiates it forward, and no gradient
+is recorded. torch has public names for parts of this only, so this file knows the private ones. Without them no call is
+ordinary, which costs speed and nothing else.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 Made = TypeVar("Made")
 
@@ -19,8 +20,8 @@ try:
     from torch._C import _get_tracing_state, _is_any_autocast_enabled, _len_torch_dispatch_stack
     from torch._C._functorch import peek_interpreter_stack
 
-    KNOWN = True
-except ImportError:
+    KNOWN = type(forward_ad._current_level) is int
+except (ImportError, AttributeError):
     KNOWN = False
 
 ORDINARY: tuple[type, ...] = (Tensor, nn.Parameter)
@@ -28,10 +29,12 @@ ORDINARY: tuple[type, ...] = (Tensor, nn.Parameter)
 
 
 def ordinary_call() -> bool:
-    """Whether nothing stands between a call and its kernels: no compiler, tracer, cast, mode or transform."""
+    """Whether nothing stands between a call and its kernels: no compiler, tracer, cast, mode, transform or tangent."""
     if torch.compiler.is_compiling() or not KNOWN or _len_torch_dispatch_stack() or _is_any_autocast_enabled():
         return False
-    return _get_tracing_state() is None and peek_interpreter_stack() is None
+    if _get_tracing_state() is not None or peek_interpreter_stack() is not None:
+        return False
+    return forward_ad._current_level < 0
 
 
 def records_gradient(*tensors: Tensor | None) -> bool:
