@@ -12,10 +12,10 @@ from torch.autograd import forward_ad
 
 import regraft as rg
 from regraft.dropin import Entry, grafts_of
-from regraft.optimize import steps, subjects, work
+from regraft.optimize import graphs, steps, work
 from regraft.optimize.engines import ENGINES, choosing
 from regraft.optimize.engines.flat import Engine, Flat
-from regraft.optimize.subjects import Graph
+from regraft.optimize.graphs import Graph
 from regraft.verify import Comparison
 
 EXACT = {"transformations": [rg.FoldBatchNorm(), rg.MergeLinears()], "seconds": 0.01}
@@ -482,7 +482,7 @@ def test_torch_tries_what_comes_with_it(engine: str, keep: str, tried: list[str]
 def test_torch_tries_nothing_that_takes_much_memory(monkeypatch) -> None:
     size = sum(weight.nbytes for weight in heads().parameters())
     for limit, tried in ((size, False), (size - 1, True)):
-        monkeypatch.setattr(subjects, "LARGE", limit)
+        monkeypatch.setattr(graphs, "LARGE", limit)
         found = rg.optimize(heads(), kwargs={"x": image()}, transformations=[], seconds=0.01).graphs[0].engine
         assert ("not tried unasked" in str(found)) is tried
     found = rg.optimize(heads(), kwargs={"x": image()}, engine="onednn", transformations=[], seconds=0.01).graphs[0]

@@ -17,7 +17,7 @@ from torch import nn
 
 import regraft as rg
 from regraft.dropin import grafts_of
-from regraft.optimize import optimize, steps, subjects
+from regraft.optimize import graphs, optimize, steps
 from regraft.optimize import optimize as run
 from regraft.optimize.engines import choosing
 from regraft.optimize.presets import PRESETS, resolve
@@ -226,7 +226,7 @@ def test_what_cannot_be_packed_is_measured_as_it_is(monkeypatch) -> None:
 
 def test_large_weights_are_not_packed_to_measure_other_steps(monkeypatch) -> None:
     times(monkeypatch, FASTER, SLOWER, FASTER, FASTER)
-    monkeypatch.setattr(subjects, "LARGE", 0)
+    monkeypatch.setattr(graphs, "LARGE", 0)
     result = run(heads(), (image(),), transformations=[*PAIR, rg.PrepackForCpu()])
     assert [step.kept for step in result.steps] == [True, False, True]
 
@@ -416,7 +416,7 @@ def test_steps_of_a_slow_model_are_measured_between_packed_layers(monkeypatch, t
 
 def test_where_weights_are_large_nothing_waits(monkeypatch) -> None:
     times(monkeypatch, SAME, FASTER, FASTER, call=SLOW)
-    monkeypatch.setattr(subjects, "LARGE", 0)
+    monkeypatch.setattr(graphs, "LARGE", 0)
     result = run(heads(), (image(),), transformations=PAIR)
     assert [step.kept for step in result.steps] == [False, True]
     assert result.steps[0].reason.startswith("taken back, no difference shown")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import nn
 from torch.export import Dim
 
 from regraft.core.errors import NotCovered
 from regraft.verify import verify
+from regraft.verify.sizes import Axis, Dynamic, other_sizes
 
 
 class Tokens(nn.Module):
@@ -48,6 +52,27 @@ def test_other_sizes_are_tried(call: tuple[Any, Any], kind: str) -> None:
     assert len(shapes) >= 3
     assert all(case.skipped is None for case in result.cases)
     assert len(verify(model, program, *call, vary_sizes=False).cases) == 1
+
+
+def test_of_a_sample_that_takes_long_there_are_fewer_rows_and_no_shorter_ones() -> None:
+    batch, masked, length = sympy.symbols("s0 s1 s2")
+    axes = (Axis("ids", 0, batch), Axis("ids", 1, length), Axis("mask", 0, masked), Axis("mask", 1, length))
+    for rows, fewer in ((9, 4), (3, 2), (2, 1), (1, 2)):
+        dynamic = Dynamic(axes, {batch: rows, masked: rows, length: 5}, dict.fromkeys((batch, masked, length), (1, 99)))
+        longer, ones = other_sizes(dynamic, few_rows=True)
+        assert longer == {batch: fewer, masked: fewer, length: 7}
+        assert ones == {batch: 1, masked: 1, length: 1}
+        assert other_sizes(dynamic)[0] == {batch: rows + 1, masked: rows + 1, length: 7}
+
+
+@pytest.mark.parametrize(("long", "sizes"), [(0.0, "4x7"), (math.inf, "10x7")])
+def test_what_takes_long_is_what_the_sample_took(call: tuple[Any, Any], monkeypatch, long: float, sizes: str) -> None:
+    monkeypatch.setattr(sys.modules["regraft.verify.verify"], "_LONG", long)
+    rows = [tensor.repeat(5, 1)[:9] for tensor in (call[0][0], *call[1].values())]
+    inputs = (rows[0],), dict(zip(call[1], rows[1:]))
+    result = verify(model := Tokens().eval(), exported(model, *inputs), *inputs)
+    assert result.ok
+    assert result.cases[1].label.startswith(f"args[0] {sizes},")
 
 
 def test_a_mistake_at_other_sizes_only_is_seen(call: tuple[Any, Any]) -> None:

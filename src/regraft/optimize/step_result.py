@@ -9,7 +9,7 @@ from typing import Any
 from regraft.core.journal import Step
 from regraft.core.report import Report
 from regraft.core.transformation import Transformation
-from regraft.verify import Comparison
+from regraft.verify import Comparison, Verification
 
 
 @dataclass(frozen=True)
@@ -79,3 +79,18 @@ def why_nothing(records: Sequence[Step]) -> str:
         return "nothing to do: no candidate site"
     more = f" (and {len(refusals) - 1} more)" if len(refusals) > 1 else ""
     return f"nothing done, {refusals[0].where} was refused: {refusals[0].reason}{more}"
+
+
+def worst_sentence(found: Verification) -> str:
+    """What is wrong by most, as the end of a sentence.
+
+    Args:
+        found: A verification that is not ok.
+    """
+    for case in found.cases:
+        for problem in case.problems:
+            return f"on {case.label} {problem}"
+    if found.worst is None:
+        return "the results differ"
+    case, leaf = found.worst
+    return f"on {case.label} {leaf.name} {leaf.problem}"

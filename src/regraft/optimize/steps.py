@@ -17,10 +17,10 @@ from torch.fx import GraphModule
 from regraft.core.history import history, undo
 from regraft.core.journal import Step
 from regraft.core.transformation import Transformation
+from regraft.optimize.graphs import Graph
 from regraft.optimize.presets import PACKING
 from regraft.optimize.step_result import StepResult, result_of, why_nothing
-from regraft.optimize.subjects import Graph
-from regraft.verify import Comparison, Verification, compare_speed
+from regraft.verify import Comparison, compare_speed
 from regraft.verify.measure import MIN_PAIRS, synchronize
 
 logger = logging.getLogger("regraft")
@@ -136,7 +136,7 @@ class Stepper:
         if not transformation.preserves_computation or type(transformation).__name__ in PACKING or self.graph.large:
             return False
         if self._together is None:
-            run = self.graph.runner(before.forward)
+            run = self.graph.runner(before.forward, shorter=True)
             self._together = 2 * MIN_PAIRS * (self._call or min(_time_of(run), _time_of(run))) > self._seconds
         return self._together
 
@@ -207,8 +207,8 @@ class Stepper:
         return gm, records
 
     def _compared(self, before: GraphModule, made: GraphModule, **limits: Any) -> Comparison:
-        graph, settings = self.graph, clock(self._seconds)
-        return compare_speed(graph.runner(before.forward), graph.runner(made.forward), **settings, **limits)
+        both = self.graph.runner(before.forward, shorter=True), self.graph.runner(made.forward, shorter=True)
+        return compare_speed(*both, **{**clock(self._seconds), **limits})
 
     def _restore(self, made: GraphModule, records: tuple[Step, ...]) -> None:
         for step in reversed(records) if made is self.graph.gm else ():
@@ -274,27 +274,14 @@ def _time_of(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def clock(seconds: float, pause: float = 0.0) -> dict[str, Any]:
+def clock(seconds: float, pause: float = 0.0, call: float = 0.0) -> dict[str, Any]:
     """The settings of `compare_speed` for a measurement that is to take about so long.
 
     Args:
         seconds: How long.
         pause: How long to wait before each block, in seconds.
+        call: How long a call takes. Where that is longer, it has been made before, and every call is timed.
     """
-    warmup, block = min(0.2, seconds / 5), min(max(0.01, pause), seconds / 20)  # a wait is not to outweigh the work
+    warmup = 0.0 if call > seconds else min(0.2, seconds / 5)
+    block = min(max(0.01, pause), seconds / 20)  # a wait is not to outweigh the work
     return {"min_seconds": seconds, "warmup_seconds": warmup, "block_seconds": block, "pause_seconds": pause}
-
-
-def worst_sentence(found: Verification) -> str:
-    """What is wrong by most, as the end of a sentence.
-
-    Args:
-        found: A verification that is not ok.
-    """
-    for case in found.cases:
-        for problem in case.problems:
-            return f"on {case.label} {problem}"
-    if found.worst is None:
-        return "the results differ"
-    case, leaf = found.worst
-    return f"on {case.label} {leaf.name} {leaf.problem}"

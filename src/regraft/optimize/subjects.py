@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from regraft.capture import caches, filling, lift, trace
+from regraft.capture import lift, trace
 from regraft.capture.own_state import Attribute, set_meanwhile, used_meanwhile
 from regraft.capture.sample_inputs import Unmakeable, example_call
 from regraft.capture.transformers_adapter import is_pretrained, main_inputs
@@ -24,90 +24,11 @@ from regraft.core.errors import CaptureError
 from regraft.core.graph_module import GraphModule, adopt
 from regraft.dropin import Entry, Reader, share
 from regraft.optimize.axes import axes_of
+from regraft.optimize.graphs import Graph
 from regraft.optimize.observing import beyond_the_window, calls_of_generate
-from regraft.verify.oracle import Oracle
+from regraft.verify.run import Inputs
 
 logger = logging.getLogger("regraft")
-
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-
-LARGE = 2 << 30
-"""Bytes of weights beyond which nothing is done unasked that takes room for the weights once more."""
-
-
-@dataclass
-class Graph:
-    """One call and the graph that was captured for it.
-
-    Args:
-        name: `"forward"`, or `"prefill"` and `"decode"` for what a decoder's `generate` calls.
-        gm: The graph module.
-        inputs: The call.
-        reference: The original, which is called likewise.
-        more: Further calls of the same form, to verify with.
-        ignores: Attributes that the model sets itself as it runs, and with which the graph has nothing to do.
-        like: The graph of the same layers whose rewrites this one gets, unmeasured; None for one of its own.
-        reader: Reads its calls for a drop-in and its engines; None where they are not of a module.
-        whole: The graph with the steps, too, that were taken back because they make no difference to it: to an engine
-            they may. None where there are none.
-    """
-
-    name: str
-    gm: fx.GraphModule
-    inputs: Inputs
-    reference: Callable[..., Any]
-    more: tuple[Inputs, ...] = ()
-    ignores: frozenset[Attribute] = frozenset()
-    like: str | None = None
-    reader: Reader | None = None
-    whole: fx.GraphModule | None = None
-
-    @cached_property
-    def oracle(self) -> Oracle:
-        """The original and its float64 copy, made once for all verifications."""
-        return Oracle(self.reference, float64=True, seed=0)
-
-    @property
-    def large(self) -> bool:
-        """Whether another copy of the weights, packed say, is too much to be made unasked."""
-        return sum(tensor.nbytes for tensor in self.gm.parameters()) > LARGE
-
-    @property
-    def call(self) -> dict[str, Any]:
-        """The call by name."""
-        return self.named(*self.inputs[0], **self.inputs[1])
-
-    def named(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """A call by name.
-
-        Args:
-            *args: Its positional arguments, where the model's have no names.
-            **kwargs: Its keyword arguments.
-        """
-        return self.reader.read(args, kwargs) if args and self.reader is not None else kwargs
-
-    @property
-    def cache(self) -> Any:
-        """The cache of keys and values in the call, or None."""
-        cache = self.call.get("past_key_values")
-        return None if caches.state_of(cache) is None else cache
-
-    def runner(self, program: Callable[..., Any]) -> Callable[[], object]:
-        """The call as something to be timed: each time with a cache that is as it was.
-
-        Args:
-            program: What to call.
-        """
-        args, kwargs = self.inputs
-        if self.cache is None:
-            return lambda: program(*args, **kwargs)
-        return lambda: program(*args, **{**kwargs, "past_key_values": filling.twin(self.cache)})
-
-    def candidate(self) -> Callable[..., Any]:
-        """The graph as the original is called: a cache that is given is filled."""
-        if self.cache is None:
-            return self.gm
-        return lambda **kwargs: filling.fill(kwargs["past_key_values"], self.gm(**kwargs))
 
 
 @dataclass
@@ -244,15 +165,17 @@ def _captured(
     with used_meanwhile(twin, own) as used:
         gm = trace(twin, *reader.apart(first), dynamic_shapes=shapes)
     graph = Graph(name, gm, reader.apart(first), reference, ignores=frozenset(own - used), reader=reader)
-    _expect_to_run(graph)
+    seconds = _seconds_of(graph)
     entry = Entry(name, gm, first)
-    return replace(graph, more=tuple(reader.apart(one) for one in calls[1:] if entry.takes(one)))
+    return replace(graph, seconds=seconds, more=tuple(reader.apart(one) for one in calls[1:] if entry.takes(one)))
 
 
-def _expect_to_run(graph: Graph) -> None:
+def _seconds_of(graph: Graph) -> float:
     try:
+        start = time.perf_counter()
         with torch.no_grad():
             graph.runner(graph.gm)()
+        return time.perf_counter() - start
     except Exception as error:  # whatever torch exports and cannot run
         said = (str(error).strip().splitlines() or [""])[0]
         raise CaptureError(

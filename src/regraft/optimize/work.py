@@ -17,14 +17,17 @@ from regraft.core.transformation import Transformation
 from regraft.dropin import Entry, Grafts, Reader, make_dropin, without_grafts
 from regraft.optimize import saving
 from regraft.optimize.engines import PAIRS, adopt_engine, pause_after
+from regraft.optimize.graphs import Graph
 from regraft.optimize.presets import OTHER_KERNELS, PACKING
 from regraft.optimize.progress import Progress
 from regraft.optimize.result import GraphResult, Optimized
 from regraft.optimize.sharing import share_weights
-from regraft.optimize.steps import Stepper, clock, worst_sentence
-from regraft.optimize.subjects import Graph, Subject, subject_again
+from regraft.optimize.step_result import worst_sentence
+from regraft.optimize.steps import Stepper, clock
+from regraft.optimize.subjects import Subject, subject_again
 from regraft.verify import Comparison, Verification, compare_speed
 from regraft.verify import verify as compare_results
+from regraft.verify.call import described
 
 logger = logging.getLogger("regraft")
 
@@ -154,7 +157,16 @@ class Work:
             if self.measured:
                 self.progress.next(f"{stepper.graph.name}: all steps together")
                 stepper.settle()
+                self._note_what_was_timed(stepper)
             share_weights(self.graphs[0].gm, stepper.graph.gm)
+
+    def _note_what_was_timed(self, stepper: Stepper) -> None:
+        graph = stepper.graph
+        if graph.shorter is not None and any(step.comparison is not None for step in stepper.results):
+            call = described(graph.shorter)
+            self.subject.notes.append(
+                f"{graph.name}: a call takes {graph.seconds:.1f} s, so steps were timed on {call}"
+            )
 
     def verify(self) -> None:
         """Compare each graph with the original; take steps back, the last first, until they agree."""
@@ -207,7 +219,7 @@ class Work:
                 continue
             self.progress.next(f"{graph.name}: measuring")
             runs = self.engines[graph.name].engine if graph.name in self.engines else "torch"
-            settings = {**clock(self.seconds, pause_after(runs)), "min_pairs": PAIRS}
+            settings = {**clock(self.seconds, pause_after(runs), graph.seconds), "min_pairs": PAIRS}
             found = compare_speed(graph.runner(graph.reference), graph.runner(self._program(graph)), **settings)
             self.benchmarks[graph.name] = found
             self.verdicts[graph.name] = self._verdict(graph, found)

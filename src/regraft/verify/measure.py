@@ -122,7 +122,8 @@ def compare_speed(
         min_seconds: Measure for at least this long in all, unless `max_pairs` are reached. On a busy machine, where the
             interval is wider than a tenth of the ratio, for up to twice as long.
         warmup_seconds: Run each for at least this long first, and at least twice (compilers, caches, clocks). The
-            last call of each is the first pair where a block is one call and there is no pause.
+            last call of each is the first pair where a block is one call and there is no pause. 0 for programs that
+            have run just now: the first call is timed.
         block_seconds: A block repeats its call until it takes about this long, so that the timer's grain and the
             call's own noise average out.
         pause_seconds: Before each block, wait for so long, and make one call that is not timed: for programs that have
@@ -227,9 +228,10 @@ def _goes_on(times: list[tuple[float, float]], spent: float, min_seconds: float,
 
 
 def _warm(program: Callable[[], object], seconds: float, timer: Callable[[], float]) -> list[float]:
-    """The times of a program's calls but the first, in seconds."""
+    """The times of a program's calls but the first, in seconds; of the first where it need not be warmed up."""
     start = timer()
-    program()
+    if seconds > 0:
+        program()
     times: list[float] = []
     while not times or (times[-1] > 0 and timer() - start < seconds):  # 0 where it is finer than the timer
         before = timer()

@@ -104,11 +104,16 @@ def _argument_names(model: Callable[..., Any], inputs: Inputs) -> dict[str, str]
     return names
 
 
-def other_sizes(dynamic: Dynamic) -> list[dict[Any, int]]:
+def other_sizes(dynamic: Dynamic, few_rows: bool = False) -> list[dict[Any, int]]:
     """Sizes to try: each symbol a little larger and by a different amount, each smaller, and one where allowed.
 
     Inputs that agree in the sample (a batch of token ids and one of masks) go on agreeing, even where the graph would
     take each by itself: the reference may not.
+
+    Args:
+        dynamic: The axes that vary.
+        few_rows: Take about a third of the rows, where there are several, for a little larger, and leave out the half:
+            a call that takes seconds has as many rows as there is use for, and the other axes are larger all the same.
     """
 
     def bounded(symbol: Any, size: int) -> int:
@@ -118,9 +123,12 @@ def other_sizes(dynamic: Dynamic) -> list[dict[Any, int]]:
     symbols = sorted(dynamic.sample, key=str)
     alike = [(min(a.dim for a in dynamic.axes if a.expression == s), dynamic.sample[s]) for s in symbols]
     more = {s: 1 + sorted(set(alike)).index(key) for s, key in zip(symbols, alike, strict=True)}
+    begun = {s: dynamic.sample[s] for s in symbols}
+    if few_rows:
+        begun |= {s: size // 3 for s, (axis, size) in zip(symbols, alike, strict=True) if axis == 0 and size > 1}
     tries = [
-        {s: bounded(s, dynamic.sample[s] + more[s]) for s in symbols},
-        {s: bounded(s, dynamic.sample[s] // 2) for s in symbols},
+        {s: bounded(s, begun[s] + more[s]) for s in symbols},
+        *([] if few_rows else [{s: bounded(s, dynamic.sample[s] // 2) for s in symbols}]),
         {s: bounded(s, 1) for s in symbols},
     ]
     found: list[dict[Any, int]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,8 @@ from regraft.verify.sizes import dynamic_axes, other_sizes, redrawn, resized
 
 _MARGIN = 32.0  # beyond this many times the bound no luck with rounding explains an error
 _DRAWS = 12
+_LONG = 3.0
+"""So many seconds for the comparison on the sample are long."""
 _ERRORS = ("reference_error", "candidate_error", "weights_error", "reference_rms", "candidate_rms", "weights_rms")
 
 Model = Callable[..., Any] | ExportedProgram
@@ -48,8 +51,9 @@ def verify(
     other values must be equal. Classes, dtypes, shapes, devices and the places of NaN and infinities must agree, and so
     must inputs that the call changes.
 
-    Where shapes of the candidate (or else the reference) are dynamic, inputs of other sizes are tried too. Where the
-    reference cannot run in float64, the result notes why, and the candidate is held to a fixed bound instead.
+    Where shapes of the candidate (or else the reference) are dynamic, inputs of other sizes are tried too; where the
+    sample takes seconds, of fewer rows, not of more. Where the reference cannot run in float64, the result notes why,
+    and the candidate is held to a fixed bound instead.
 
     Neither model, nor the inputs, nor any random generator is changed. A float64 copy of the reference exists while
     this runs.
@@ -92,9 +96,10 @@ def verify(
     inputs = check_call(right, args, kwargs)
     more = checked_extra(right, extra_inputs)
     check = _Check(oracle or Oracle(right, float64=float64, seed=seed), checked, Rule(factor, rtol, atol))
+    start = time.perf_counter()
     cases = [check.case("the sample", inputs, given=True)]
     if vary_sizes:
-        cases += check.other_sizes(inputs)
+        cases += check.other_sizes(inputs, few_rows=time.perf_counter() - start > _LONG)
     cases += [check.case(f"extra input {i} ({described(extra)})", extra, given=True) for i, extra in enumerate(more)]
     return Verification(tuple(cases), tuple(dict.fromkeys((*_remarks(right, checked), *check.notes))))
 
@@ -134,7 +139,7 @@ class _Check:
         self.generator = torch.Generator().manual_seed(oracle.seed)
         self.notes: list[str] = []
 
-    def other_sizes(self, inputs: Inputs) -> list[Case]:
+    def other_sizes(self, inputs: Inputs, few_rows: bool) -> list[Case]:
         """A case for every other size to try."""
         reference = self.oracle.reference
         for graph in (self.candidate, reference):
@@ -143,7 +148,9 @@ class _Check:
                 continue
             return [
                 self.case(described(other), other, given=False)
-                for other in (resized(inputs, dynamic, sizes, self.generator) for sizes in other_sizes(dynamic))
+                for other in (
+                    resized(inputs, dynamic, sizes, self.generator) for sizes in other_sizes(dynamic, few_rows)
+                )
             ]
         return []
 

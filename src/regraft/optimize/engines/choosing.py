@@ -18,9 +18,10 @@ from regraft.core.modules import graph_modules
 from regraft.core.mutation import Mutations
 from regraft.dropin import Entry
 from regraft.optimize.engines.flat import Engine, Flat
+from regraft.optimize.graphs import Graph
 from regraft.optimize.presets import OTHER_KERNELS, PACKING
-from regraft.optimize.steps import clock, worst_sentence
-from regraft.optimize.subjects import Graph
+from regraft.optimize.step_result import worst_sentence
+from regraft.optimize.steps import clock
 from regraft.verify import Comparison, compare_speed, verify
 
 logger = logging.getLogger("regraft")
@@ -124,7 +125,7 @@ def adopt_engine(
 
     def timed(name: str, baseline: Callable[..., Any], candidate: Engine) -> Comparison:
         for long in (seconds, LONGER * seconds):
-            settings = clock(long, max(pause_after(name), pause_after(taken)))
+            settings = clock(long, max(pause_after(name), pause_after(taken)), graph.seconds)
             both = graph.runner(baseline), graph.runner(_called(graph, candidate))
             found = compare_speed(*both, min_pairs=PAIRS, **settings)
             spent = found.calls * sum(map(sum, found.times))  # of slow calls a few take that long

@@ -25,7 +25,10 @@ _CALLS = 2
 """So many calls until a program is what it stays: one is observed, the next is compiled for what was seen."""
 
 _PAIRS = 4
-"""So many pairs of blocks tell at least which of two programs is taken."""
+"""So many pairs of blocks tell at least which of two programs is taken; half of them where a call is slow."""
+
+_SLOW = 0.5
+"""A call that takes so many seconds averages itself what would disturb a short one."""
 
 _SHARE = 0.1
 """Attention that takes less of a program's time is not written out: about half of it could be gained."""
@@ -48,7 +51,8 @@ def build(flat: Flat) -> Run:
         if forms.images > 1:  # how the images between two convolutions lie may make a difference
             plain = Forms(flat.module, sample, images=False)
             other = _program(plain, sample)
-            if _is_faster(other, (*sample, *plain.beside), program, (*sample, *forms.beside)):
+            given = (*sample, *forms.beside)
+            if _is_faster(other, (*sample, *plain.beside), program, given, _seconds(program, given)):
                 forms, program = plain, other
         program = _fastest(forms, program, sample)
 
@@ -66,7 +70,10 @@ def build(flat: Flat) -> Run:
 def _fastest(forms: Forms, program: torch.jit.ScriptModule, sample: tuple[Tensor, ...]) -> torch.jit.ScriptModule:
     """The program of a graph with its attention as torch's fused call, or written out where that is faster here."""
     given = (*sample, *forms.beside)
-    if not forms.known.attentions or forms.known.attending < _SHARE * _seconds(program, given):
+    if not forms.known.attentions:
+        return program
+    seconds = _seconds(program, given)
+    if forms.known.attending < _SHARE * seconds:
         return program
     other = _written_out(forms, sample, "in float32")
     if other is None:
@@ -75,7 +82,7 @@ def _fastest(forms: Forms, program: torch.jit.ScriptModule, sample: tuple[Tensor
         shorter = _written_out(forms, sample, "in its own type")
         if shorter is not None and _no_further(shorter(*given), program(*given), other(*given)):
             other = shorter
-    return other if _is_faster(other, given, program, given) else program
+    return other if _is_faster(other, given, program, given, seconds) else program
 
 
 def _seconds(program: torch.jit.ScriptModule, given: tuple[Tensor, ...]) -> float:
@@ -97,12 +104,12 @@ def _is_faster(
     its: tuple[Tensor, ...],
     program: torch.jit.ScriptModule,
     given: tuple[Tensor, ...],
+    seconds: float,
 ) -> bool:
     # either will do where no difference shows, so a few pairs of what has just been run are enough
-    found = compare_speed(
-        lambda: program(*given), lambda: other(*its), min_seconds=0.3, warmup_seconds=0.02, min_pairs=_PAIRS
-    )
-    return found.ratio < 1
+    warmup, pairs = (0.02, _PAIRS) if seconds < _SLOW else (0.0, _PAIRS // 2)
+    both = (lambda: program(*given), lambda: other(*its))
+    return compare_speed(*both, min_seconds=0.3, warmup_seconds=warmup, min_pairs=pairs).ratio < 1
 
 
 def _no_further(found: Sequence[Tensor], usual: Sequence[Tensor], exact: Sequence[Tensor]) -> bool:

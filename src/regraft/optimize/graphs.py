@@ -1,0 +1,103 @@
+"""One call and the graph that was captured for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import fx
+
+from regraft.capture import caches, filling
+from regraft.capture.own_state import Attribute
+from regraft.dropin import Reader
+from regraft.optimize.shorter import shorter_call
+from regraft.verify.oracle import Oracle
+from regraft.verify.run import Inputs
+
+LARGE = 2 << 30
+"""Bytes of weights beyond which nothing is done unasked that takes room for the weights once more."""
+
+
+@dataclass
+class Graph:
+    """One call and the graph that was captured for it.
+
+    Args:
+        name: `"forward"`, or `"prefill"` and `"decode"` for what a decoder's `generate` calls.
+        gm: The graph module.
+        inputs: The call.
+        reference: The original, which is called likewise.
+        more: Further calls of the same form, to verify with.
+        ignores: Attributes that the model sets itself as it runs, and with which the graph has nothing to do.
+        like: The graph of the same layers whose rewrites this one gets, unmeasured; None for one of its own.
+        reader: Reads its calls for a drop-in and its engines; None where they are not of a module.
+        seconds: How long the call took once.
+        whole: The graph with the steps, too, that were taken back because they make no difference to it: to an engine
+            they may. None where there are none.
+    """
+
+    name: str
+    gm: fx.GraphModule
+    inputs: Inputs
+    reference: Callable[..., Any]
+    more: tuple[Inputs, ...] = ()
+    ignores: frozenset[Attribute] = frozenset()
+    like: str | None = None
+    reader: Reader | None = None
+    seconds: float = 0.0
+    whole: fx.GraphModule | None = None
+
+    @cached_property
+    def oracle(self) -> Oracle:
+        """The original and its float64 copy, made once for all verifications."""
+        return Oracle(self.reference, float64=True, seed=0)
+
+    @cached_property
+    def shorter(self) -> Inputs | None:
+        """A shorter call, to time steps with; None where the call itself is short, or has a cache."""
+        return shorter_call(self.gm, self.reference, self.inputs, self.seconds) if self.cache is None else None
+
+    @property
+    def large(self) -> bool:
+        """Whether another copy of the weights, packed say, is too much to be made unasked."""
+        return sum(tensor.nbytes for tensor in self.gm.parameters()) > LARGE
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """The call by name."""
+        return self.named(*self.inputs[0], **self.inputs[1])
+
+    def named(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """A call by name.
+
+        Args:
+            *args: Its positional arguments, where the model's have no names.
+            **kwargs: Its keyword arguments.
+        """
+        return self.reader.read(args, kwargs) if args and self.reader is not None else kwargs
+
+    @property
+    def cache(self) -> Any:
+        """The cache of keys and values in the call, or None."""
+        cache = self.call.get("past_key_values")
+        return None if caches.state_of(cache) is None else cache
+
+    def runner(self, program: Callable[..., Any], shorter: bool = False) -> Callable[[], object]:
+        """The call as something to be timed: each time with a cache that is as it was.
+
+        Args:
+            program: What to call.
+            shorter: Whether a shorter call will do.
+        """
+        args, kwargs = (shorter and self.shorter) or self.inputs
+        if self.cache is None:
+            return lambda: program(*args, **kwargs)
+        return lambda: program(*args, **{**kwargs, "past_key_values": filling.twin(self.cache)})
+
+    def candidate(self) -> Callable[..., Any]:
+        """The graph as the original is called: a cache that is given is filled."""
+        if self.cache is None:
+            return self.gm
+        return lambda **kwargs: filling.fill(kwargs["past_key_values"], self.gm(**kwargs))
