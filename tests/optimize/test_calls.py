@@ -103,6 +103,21 @@ def test_none_is_not_a_default_that_is_something_else() -> None:
         same(model, dropin, False, row(), *args)
 
 
+class Sized(Scaled):
+    def forward(self, x: Tensor, scale: float | None = 2.0, sizes: tuple[int, ...] = (1, 2)) -> Tensor:
+        return super().forward(x, scale) + sum(sizes)
+
+
+@pytest.mark.parametrize("scale", [None, 3.0])
+def test_an_argument_that_is_left_out_is_not_the_one_of_the_example(scale: float | None) -> None:
+    model = Sized()
+    dropin = dropin_of(model, row(), scale)
+    same(model, dropin, True, row(), scale)
+    same(model, dropin, False, row(), sizes=(1, 2))
+    same(model, dropin, False, row(), sizes=[1, 2])
+    same(model, dropin_of(model, row(), sizes=(1, 2)), False, row(), scale)
+
+
 def test_none_for_an_argument_that_has_to_be_given() -> None:
     model = Masked()
     dropin = dropin_of(model, row(), None)

@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from models import every_engine, heads, image
+from models import decoder, every_engine, heads, ids, image
 from torch import Tensor, nn
 from torch.export import Dim
 
 import regraft as rg
 from regraft.optimize import steps, subjects, work
+from regraft.optimize.axes import axes_of
 from regraft.optimize.engines import choosing, onednn_graph
 from regraft.optimize.engines.flat import Flat
+from regraft.optimize.graphs import Graph
 from regraft.optimize.shorter import shorter_call
 from regraft.verify import Comparison
 
@@ -59,6 +61,16 @@ def test_there_is_none_of_a_short_call_nor_of_one_that_has_to_be_as_it_is() -> N
     assert shorter_call(gm, model, inputs, 8.0) is None
 
 
+def test_there_is_none_of_a_call_with_a_cache() -> None:
+    model = decoder("Llama")
+    with torch.no_grad():
+        cache = model(ids(8), use_cache=True).past_key_values
+    call = {"input_ids": ids(8)[:, :1], "past_key_values": cache}
+    gm = rg.trace(model, (), call, dynamic_shapes=axes_of(model, call))
+    assert shorter_call(gm, model, ((), call), 9.0) is not None
+    assert Graph("decode", gm, ((), call), model, seconds=9.0).shorter is None
+
+
 def test_steps_are_timed_on_it_and_the_result_on_the_call_itself_which_is_warm_by_then(monkeypatch) -> None:
     rows: dict[str, set[int]] = {"steps": set(), "engine": set(), "result": set()}
     warmups: dict[str, set[float]] = {name: set() for name in rows}
@@ -89,6 +101,7 @@ def test_steps_are_timed_on_it_and_the_result_on_the_call_itself_which_is_warm_b
     assert rows == {"steps": {16}, "engine": {16}, "result": {16}}
     assert warmups == {"steps": {0.02}, "engine": {0.02}, "result": {0.02}}
     assert noted(2.0, keep="all") == ()
+    assert noted(2.0, transformations=[]) == ()
 
 
 @pytest.mark.parametrize(("seconds", "settings"), [(0.4, (0.02, 4)), (0.6, (0.0, 2))])

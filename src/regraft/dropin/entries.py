@@ -28,14 +28,12 @@ class Slot:
         kinds: For each tensor in it.
         single: Whether the argument is one tensor itself.
         form: What it is beside its tensors, where it is a cache.
-        nothing: Whether it is None, where that is not what the argument is anyway.
     """
 
     name: str
     kinds: tuple[_Kind, ...]
     single: bool
     form: caches.Form | None = None
-    nothing: bool = False
 
 
 class Entry:
@@ -80,7 +78,7 @@ class Entry:
         Args:
             call: What `Reader.read` returned.
         """
-        if len(call) != len(self.form):
+        if len(call) != len(self.form) or not all(map(call.__contains__, self.names)):
             return False
         return all(map(_fits, self.form, map(call.get, self.names)))
 
@@ -122,7 +120,7 @@ def _slot(name: str, value: Any) -> Slot:
     state = caches.state_of(value)
     if state is not None:
         return Slot(name, tuple(map(_kind, state.leaves)), False, state.form)
-    return Slot(name, tuple(map(_kind, _tensors(value))), False, nothing=value is None)
+    return Slot(name, tuple(map(_kind, _tensors(value))), False)
 
 
 def _fits(slot: Slot, value: Any) -> bool:
@@ -130,8 +128,6 @@ def _fits(slot: Slot, value: Any) -> bool:
         return isinstance(value, Tensor) and _is(value, slot.kinds[0])
     if slot.form is not None:
         return type(value) is caches.State and value.form == slot.form and all(map(_is, value.leaves, slot.kinds))
-    if not slot.kinds:
-        return (value is None) == slot.nothing
     tensors = _tensors(value)
     return len(tensors) == len(slot.kinds) and all(map(_is, tensors, slot.kinds))
 
