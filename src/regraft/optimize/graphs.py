@@ -33,7 +33,7 @@ class Graph:
         ignores: Attributes that the model sets itself as it runs, and with which the graph has nothing to do.
         like: The graph of the same layers whose rewrites this one gets, unmeasured; None for one of its own.
         reader: Reads its calls for a drop-in and its engines; None where they are not of a module.
-        seconds: How long the call took once.
+        seconds: How long the call takes.
         whole: The graph with the steps, too, that were taken back because they make no difference to it: to an engine
             they may. None where there are none.
     """

@@ -16,7 +16,7 @@ from regraft.verify.run import Inputs
 from regraft.verify.sizes import dynamic_axes, resized
 
 _SECONDS = 0.25
-"""About so long is a shorter call, of half of those that take more than twice as long."""
+"""About so many seconds takes a shorter call; one that takes up to twice as many is short enough."""
 
 
 def shorter_call(gm: fx.GraphModule, reference: Callable[..., Any], inputs: Inputs, seconds: float) -> Inputs | None:

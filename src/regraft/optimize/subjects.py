@@ -165,23 +165,30 @@ def _captured(
     with used_meanwhile(twin, own) as used:
         gm = trace(twin, *reader.apart(first), dynamic_shapes=shapes)
     graph = Graph(name, gm, reader.apart(first), reference, ignores=frozenset(own - used), reader=reader)
+    _expect_to_run(graph)
     seconds = _seconds_of(graph)
     entry = Entry(name, gm, first)
     return replace(graph, seconds=seconds, more=tuple(reader.apart(one) for one in calls[1:] if entry.takes(one)))
 
 
-def _seconds_of(graph: Graph) -> float:
+def _expect_to_run(graph: Graph) -> None:
     try:
-        start = time.perf_counter()
         with torch.no_grad():
             graph.runner(graph.gm)()
-        return time.perf_counter() - start
     except Exception as error:  # whatever torch exports and cannot run
         said = (str(error).strip().splitlines() or [""])[0]
         raise CaptureError(
             f"{type(graph.reference).__name__} was captured, but its graph does not run: {type(error).__name__}: "
             f"{said}; capture the parts of the model that do, with regraft.trace"
         ) from error
+
+
+def _seconds_of(graph: Graph) -> float:
+    """How long a call takes once the graph has run: the first may have to read the weights from a file."""
+    start = time.perf_counter()
+    with torch.no_grad():
+        graph.runner(graph.gm)()
+    return time.perf_counter() - start
 
 
 def _made(model: nn.Module, reader: Reader, notes: list[str]) -> dict[str, Any]:
