@@ -97,6 +97,8 @@ def test_steps_are_timed_on_it_and_the_result_on_the_call_itself_which_is_warm_b
     assert noted(2.0) == ("forward: a call takes 2.0 s, so steps were timed on x 2x3x6x6",)
     assert rows == {"steps": {2}, "engine": {16}, "result": {16}}
     assert warmups == {"steps": {0.02}, "engine": {0.0}, "result": {0.0}}
+    noted(2.0, verify=False)
+    assert warmups == {"steps": {0.02}, "engine": {0.0}, "result": {0.02}}, "the original has not run"
     assert noted(0.05) == ()
     assert rows == {"steps": {16}, "engine": {16}, "result": {16}}
     assert warmups == {"steps": {0.02}, "engine": {0.02}, "result": {0.02}}
