@@ -183,6 +183,12 @@ def test_a_function_without_a_kernel_to_go_into_stays_by_itself(name: str) -> No
     assert [group for group in groups if "+" in group or group in fused] == fused
 
 
+def test_an_rms_norm_with_a_weight_is_not_fused() -> None:
+    x = weight(1, 16, 12, 10)  # of heads: two factors in one kernel are the reference's, a hundred times slower
+    _, _, groups = a_program(lambda x: layer(F.rms_norm(x, [10], W10, 0.1)), x)
+    assert groups == ["linear"]
+
+
 def test_names() -> None:
     class Mine(nn.LayerNorm):
         pass

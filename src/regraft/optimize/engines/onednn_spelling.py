@@ -111,8 +111,10 @@ def _rms_norm(call: Call, env: Env) -> Spelling | None:
         squares = torch.addcmul(least, (x * x).sum(axes, keepdim=True), one, value=1 / count)
         weight = _value(call["weight"], env)
         normed = x * squares.rsqrt()
-        # looked at anew, for a factor is taken for the beginning of the product that reads it
-        return anew((normed if weight is None else normed * weight).to(env[given].dtype))
+        # looked at anew, for two factors, of which one has one element in each row, are the reference kernel's, and a
+        # factor is taken for the beginning of the product that reads it
+        normed = normed if weight is None else anew(normed) * weight
+        return anew(normed.to(env[given].dtype))
 
     return compute
 
