@@ -46,6 +46,7 @@ from regraft.transformations import (
     RemoveDeadWork,
     ReplaceActivation,
     ReplaceEinsum,
+    ReplaceMatmul,
     SumConvs,
 )
 from regraft.verify import Culprit, Verification, bisect, verify
@@ -84,6 +85,7 @@ __all__ = [
     "RemoveDeadWork",
     "ReplaceActivation",
     "ReplaceEinsum",
+    "ReplaceMatmul",
     "Report",
     "ReversalConflict",
     "ReversibleTransformation",

@@ -13,7 +13,7 @@ from helpers import check_applied, check_refused, run
 from regraft.transformations._einsum import MatrixProduct
 
 RULE = rg.ReplaceEinsum()
-SIZES = {"a": 2, "b": 3, "i": 5, "j": 6, "d": 4}
+SIZES = {"a": 2, "b": 3, "i": 5, "j": 6, "d": 4, "e": 7}
 
 
 class Of(nn.Module):
@@ -48,6 +48,10 @@ def tensors(equation: str, dtype: torch.dtype = torch.float32) -> tuple[torch.Te
         "iabd,jabd->abij",  # XLNet's
         "...id,...jd->...ij",
         "...id,...jd->ij...",
+        "abd,dij->abij",  # XLNet's with its weights
+        "abij,dij->abd",
+        "iad,djb->iajb",
+        "dab,jid->jaib",
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -68,6 +72,38 @@ def test_every_order_of_the_axes_with_the_strides_of_einsum(left, right, result)
     assert found.stride() == wanted.stride()
 
 
+@st.composite
+def equations(draw: st.DrawFn) -> str:
+    """Equations of one to two axes of rows, of columns, and that are summed over, in every order."""
+    rows, columns, summed = (draw(st.permutations(pair))[: draw(st.integers(1, 2))] for pair in ("ab", "ij", "de"))
+    left, right, result = (draw(st.permutations(axes)) for axes in (rows + summed, columns + summed, rows + columns))
+    return f"{''.join(left)},{''.join(right)}->{''.join(result)}"
+
+
+@settings(max_examples=100, deadline=None)
+@given(equations())
+def test_several_axes_in_the_place_of_one_with_the_strides_of_einsum(equation: str) -> None:
+    model, given = einsum(equation), tensors(equation)
+    gm = RULE(rg.trace(model, given))
+    assert len(rg.history(gm)[-1].applied) == 1
+    (found,), (wanted,) = run(gm, given), run(model, given)
+    torch.testing.assert_close(found, wanted)
+    assert found.stride() == wanted.stride()
+
+
+def test_several_columns_whose_sizes_are_symbols() -> None:
+    given = tensors("abd,dij->abij")
+    gm = rg.trace(einsum("abd,dij->abij"), given, dynamic_shapes="auto")
+    RULE(gm)
+    (refusal,) = rg.history(gm)[-1].refused
+    assert "the size of one of them is not known" in refusal.reason
+    gm = RULE(rg.trace(einsum("abd,dj->abj"), tensors("abd,dj->abj"), dynamic_shapes="auto"))
+    assert len(rg.history(gm)[-1].applied) == 1
+    for sizes in (2, 3), (5, 4):
+        more = torch.randn(*sizes, 4), torch.randn(4, 6)
+        torch.testing.assert_close(run(gm, more), run(einsum("abd,dj->abj"), more))
+
+
 def test_a_list_of_tensors_in_a_graph_of_one_s_own() -> None:
     given = tensors("id,jd->ij")
     gm = torch.fx.symbolic_trace(Of(lambda x, y: torch.einsum("id,jd->ij", [x, y])))
@@ -85,7 +121,8 @@ def test_a_list_of_tensors_in_a_graph_of_one_s_own() -> None:
         ("aid,ajd->ai", "no product"),  # j is summed by itself
         ("ad,ajd->aj", "no product"),  # a vector
         ("aid,ad->ai", "no product"),
-        ("iad,djb->iajb", "no product"),  # two axes of rows
+        ("biad,bjd->biaj", "no product"),  # two axes of rows in each batch
+        ("bide,bjde->bij", "no product"),  # two that are summed over
         ("ida,jd->ij", "no product"),  # a is summed by itself, too
         ("aid,ajd->aji", None),
         ("id,jd", "no product"),  # what it results in is left to torch

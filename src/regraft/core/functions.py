@@ -64,8 +64,15 @@ SOFTMAX = Operation(
 MATMUL = Operation(
     "matrix product",
     "input other",
-    (operator.matmul, torch.matmul, torch.bmm, *_overloads("matmul.default", "bmm.default")),
-    ("matmul", "bmm", "__matmul__"),
+    (operator.matmul, torch.matmul, torch.bmm, torch.mm, *_overloads("matmul.default", "bmm.default", "mm.default")),
+    ("matmul", "bmm", "mm", "__matmul__"),
+)
+ADDMM = Operation(
+    "product and sum",
+    "bias input other beta alpha",
+    (torch.addmm, *_overloads("addmm.default")),
+    ("addmm",),
+    defaults={"beta": 1, "alpha": 1},
 )
 PRODUCT_AND_SUM = Operation(
     "batched product and sum",
@@ -95,6 +102,9 @@ ADJOINT = Operation(
     "adjoint", "input", (torch.adjoint, *_overloads("adjoint.default", "mT.default", "mH.default")), ("adjoint",)
 )
 PERMUTE = Operation("permute", "input shape", (torch.permute, *_overloads("permute.default")), ("permute",))
+MATRIX_TRANSPOSE = Operation(
+    "transpose of a matrix", "input", (torch.t, *_overloads("t.default", "numpy_T.default")), ("t",)
+)
 EXPAND = Operation("expand", "input shape", _overloads("expand.default"), ("expand",))
 REPEAT = Operation(
     "repeat",

@@ -83,11 +83,13 @@ class Facts(Index, Flow):
             return answer
         for name in call.operation.weights:
             weight = call.weight(name)
-            if weight is not None and (answer := self._untied(call, weight.tensor, weight.node)):
+            if weight is not None and (answer := self.untied(weight, call)):
                 return answer
         return None
 
-    def _untied(self, call: Call, tensor: Tensor, reader: Node | None) -> Answer:
+    def untied(self, weight: Weight, call: Call) -> Answer:
+        """The weight is read by the call alone, once, and tied to nothing."""
+        tensor, reader = weight.tensor, weight.node
         names = self.names_of(tensor)
         if len(names) > 1:
             return f"{names[0]} is tied to {' and '.join(names[1:])}; untie them, or leave {call.where} as it is"

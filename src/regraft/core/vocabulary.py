@@ -18,6 +18,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from regraft.core.functions import (
+    ADDMM,
     ADJOINT,
     ATTENTION,
     CAST,
@@ -32,6 +33,7 @@ from regraft.core.functions import (
     LEAKY_RELU,
     MASKED_FILL,
     MATMUL,
+    MATRIX_TRANSPOSE,
     MEAN,
     NEGATE,
     PERMUTE,
@@ -74,6 +76,7 @@ from regraft.core.operations import (
 
 __all__ = [
     "ADD",
+    "ADDMM",
     "ADD_IN_PLACE",
     "ADJOINT",
     "ATTENTION",
@@ -97,6 +100,7 @@ __all__ = [
     "LINEAR",
     "MASKED_FILL",
     "MATMUL",
+    "MATRIX_TRANSPOSE",
     "MEAN",
     "MULTIPLY",
     "NEGATE",

@@ -12,7 +12,7 @@ from regraft.transformations import TRANSFORMATIONS
 
 # Simplify first, because what is gone hides nothing; then fold constants into weights; then fuse and merge; pack last,
 # because nothing matches a packed layer any more. A name that this version of regraft does not have is passed over.
-_SIMPLIFY = ("RemoveDeadWork", "FoldBatchNorm", "SumConvs", "FusePad", "ReplaceEinsum")
+_SIMPLIFY = ("RemoveDeadWork", "FoldBatchNorm", "SumConvs", "FusePad", "ReplaceEinsum", "ReplaceMatmul")
 _FUSE = ("FuseAttention", "FuseNorm", "FuseGelu", "HoistActivation", "FoldScale", "ChangeTrueDivToMulByInverse")
 _TIDY = ("RemoveDeadWork",)  # what was there for a norm that is folded, or made of weights for a mask
 _MERGE = ("MergeLinears", "MergeConvs")

@@ -21,6 +21,7 @@ from regraft.transformations.reduce_precision import ReducePrecision
 from regraft.transformations.remove_dead_work import RemoveDeadWork
 from regraft.transformations.replace_activation import ReplaceActivation
 from regraft.transformations.replace_einsum import ReplaceEinsum
+from regraft.transformations.replace_matmul import ReplaceMatmul
 from regraft.transformations.sum_convs import SumConvs
 
 TRANSFORMATIONS = (
@@ -43,6 +44,7 @@ TRANSFORMATIONS = (
     SumConvs,
     ReplaceActivation,
     ReplaceEinsum,
+    ReplaceMatmul,
     FoldScale,
     DeepCopy,
     LintAndRecompile,
@@ -71,5 +73,6 @@ __all__ = [
     "RemoveDeadWork",
     "ReplaceActivation",
     "ReplaceEinsum",
+    "ReplaceMatmul",
     "SumConvs",
 ]

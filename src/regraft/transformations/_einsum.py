@@ -17,12 +17,16 @@ class MatrixProduct:
     Attributes:
         swapped: Whether its second tensor is the first of the product.
         given: The orders of the axes of the product's tensors, None where they stay.
-        transposed: Whether the second of them then has its columns as rows.
+        summed: How many axes are summed over; they are the last of the first tensor.
+        columns: The sizes of the axes of the second tensor that the result has, too.
+        transposed: Whether that one then has these first, rather than those that are summed over.
         result: The order of the axes of the product as the result has them.
     """
 
     swapped: bool
     given: tuple[Sequence[int] | None, Sequence[int] | None]
+    summed: int
+    columns: Sequence[Any]
     transposed: bool
     result: Sequence[int] | None
 
@@ -41,18 +45,22 @@ class MatrixProduct:
         batch = [one for one in result if one in left and one in right]
         rows, columns = ([one for one in result if one in each and one not in batch] for each in (left, right))
         summed = [one for one in left if one in right and one not in result]
-        if len(rows) != 1 or len(columns) != 1 or len(summed) != 1 or {*left, *right} != {*result, *summed}:
+        if not rows or not columns or not summed or {*left, *right} != {*result, *summed}:
+            return None
+        if batch and (len(rows) > 1 or len(columns) > 1 or len(summed) > 1):
             return None
         sizes: dict[str, Any] = dict(zip(left, shapes[0], strict=True))
         if not all(same_shape((size,), (sizes.get(one, size),)) for one, size in zip(right, shapes[1], strict=True)):
             return None  # einsum repeats an axis of one element
-        swapped = result.index(columns[0]) < result.index(rows[0])
+        sizes |= zip(right, shapes[1], strict=True)
+        swapped = result.index(columns[-1]) < result.index(rows[0])
         if swapped:
             left, right, rows, columns = right, left, columns, rows
         transposed = right.index(columns[0]) < right.index(summed[0])
         matrix = [*columns, *summed] if transposed else [*summed, *columns]
         given = _order(left, [*batch, *rows, *summed]), _order(right, [*batch, *matrix])
-        return MatrixProduct(swapped, given, transposed, _order([*batch, *rows, *columns], result))
+        order = _order([*batch, *rows, *columns], result)
+        return MatrixProduct(swapped, given, len(summed), [sizes[one] for one in columns], transposed, order)
 
 
 def _letters(equation: str, ranks: Sequence[int]) -> list[list[str]] | None:

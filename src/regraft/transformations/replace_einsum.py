@@ -16,6 +16,7 @@ from regraft.core.values import value_of
 from regraft.transformations._einsum import MatrixProduct
 
 _EINSUMS = (torch.einsum, torch.ops.aten.einsum.default)
+_UNKNOWN = "{!r} has several axes in the place of columns, and the size of one of them is not known"
 
 
 class _Einsums(Pattern):
@@ -31,7 +32,8 @@ class ReplaceEinsum(Rewrite):
 
     `einsum("bihd,bjhd->bhij", q, k) = q.permute(0, 2, 1, 3) @ k.permute(0, 2, 1, 3).transpose(-2, -1)`. torch computes
     an einsum as such a product itself, and reads its equation anew in each call. Other rules know products, and not
-    equations: attention that is written with einsum becomes the fused call so.
+    equations: attention that is written with einsum becomes the fused call so. Where there are no batches, several axes
+    may stand for rows, columns or what is summed over: `einsum("ibh,hnd->ibnd", x, w)`, a layer with heads.
 
     Example:
         >>> import torch, regraft as rg
@@ -58,15 +60,27 @@ class ReplaceEinsum(Rewrite):
         require(that(product is not None, f"{equation!r} is no product of two matrices, batched or not"))
         assert product is not None
 
+        several = product.summed > 1 or len(product.columns) > 1
+        require(that(not several or all(isinstance(size, int) for size in product.columns), _UNKNOWN.format(equation)))
+
         if product.swapped:
             operands.reverse()
         left, right = (_permuted(edit, node, operand, order) for operand, order in zip(operands, product.given))
+        if several:  # the axes of the one and of the other become one each
+            first = len(product.columns) if product.transposed else product.summed
+            right = edit.insert(node, torch.flatten, edit.insert(node, torch.flatten, right, first), 0, first - 1)
+            left = edit.insert(node, torch.flatten, left, -product.summed)
         if product.transposed:
             right = edit.insert(node, torch.transpose, right, -2, -1)
-        if product.result is None:
-            edit.replace(node, torch.matmul, left, right)
-        else:
-            edit.replace(node, torch.permute, edit.insert(node, torch.matmul, left, right), product.result)
+        then: list[tuple[Any, ...]] = [(torch.matmul, right)]
+        if len(product.columns) > 1:
+            then.append((torch.unflatten, -1, tuple(product.columns)))
+        if product.result is not None:
+            then.append((torch.permute, product.result))
+        for target, *others in then[:-1]:
+            left = edit.insert(node, target, left, *others)
+        target, *others = then[-1]
+        edit.replace(node, target, left, *others)
         return f"{equation!r} is a matrix product"
 
 
