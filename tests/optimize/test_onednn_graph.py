@@ -435,6 +435,14 @@ def test_what_depends_on_sizes_alone_is_computed_by_torch() -> None:
             assert torch.equal(result_of(forms, x), gm(x))
 
 
+def test_numbers_that_are_made_of_sizes() -> None:
+    def positions(x: Tensor) -> Tensor:  # as MPT looks up the biases of its attention
+        return F.linear(x, weight(10, 10)) + weight(30)[torch.sym_max(30 - x.size(2) - x.size(-1), 0) :][: x.size(-1)]
+
+    module, x = Of(positions), weight(*SIZE)
+    torch.testing.assert_close(built(module, x)([x * 2])[0], module(x * 2), rtol=1e-4, atol=1e-4)
+
+
 def test_other_sizes_are_not_covered() -> None:
     run = built(Of(F.relu), weight(*SIZE))
     with pytest.raises(NotCovered, match=r"\(2, 6, 12, 10\)"):

@@ -47,6 +47,7 @@ class Values(Images):
         scattered: The tensors in which the elements of no row, and of no column, lie side by side.
         viewed: The tensors that are looked at anew.
         steady: The tensors that depend on sizes and weights alone, as they are in the sample.
+        numbers: The numbers that are made of sizes.
         results: The tensors among the results that are steady, and None for each of the others.
         respelled: The calls that are spelled otherwise, as functions of the values of the nodes.
         renewing: What is called where a node would write into its argument, and need not.
@@ -66,6 +67,7 @@ class Values(Images):
         self.scattered: set[Node] = set()
         self.viewed: set[Node] = set()
         self.steady: dict[Node, Tensor] = {}
+        self.numbers: dict[Node, float] = {}
         self.results: list[Tensor | None] = []
         self.respelled: dict[Node, Callable[[Mapping[Node, Any]], Tensor]] = {}
         self.renewing: dict[Node, Callable[..., Tensor]] = {}
@@ -89,6 +91,8 @@ class Values(Images):
         if isinstance(result, Tensor):
             result = self.in_rows(n, result)
             self._note(n, result)
+        elif n in self._same and isinstance(result, (int, float)):
+            self.numbers[n] = result
         if n in self.attentions:
             self.attending += seconds
         if n.op == "output":
