@@ -158,6 +158,19 @@ def begins_oddly(tensor: Tensor) -> bool:
     return tensor.ndim > 3 and tensor.shape[0] == 1 and tensor.stride(0) < max(others)
 
 
+def mixes_axes(tensor: Tensor) -> bool:
+    """Whether an axis of matrices of four axes lies between both axes of the batch, and is as long as the outer one.
+
+    oneDNN Graph takes the one for the other then, where it is the second axis of the batch that is the outer one. An
+    einsum of XLNet gives such to a product, for texts of two segments.
+
+    Args:
+        tensor: The tensor.
+    """
+    axes = order(tensor)
+    return axes[:1] == (1,) and axes[2:3] == (0,) and tensor.ndim == 4 and tensor.shape[1] == tensor.shape[axes[1]]
+
+
 def begun_anew(tensor: Tensor) -> Tensor:
     """The same memory, with a first axis of one element that steps over all of it.
 

@@ -15,7 +15,15 @@ from torch.utils import _pytree as pytree
 from regraft.core.vocabulary import ATTENTION, Call, read
 from regraft.optimize.engines.onednn_columns import of_columns_read
 from regraft.optimize.engines.onednn_fusions import PRODUCTS, called, is_factor, kept_apart, overwritten, read_twice
-from regraft.optimize.engines.onednn_layouts import Images, as_reshape, is_view, lies_oddly, order, steps_oddly
+from regraft.optimize.engines.onednn_layouts import (
+    Images,
+    as_reshape,
+    is_view,
+    lies_oddly,
+    mixes_axes,
+    order,
+    steps_oddly,
+)
 from regraft.optimize.engines.onednn_rotation import Rotation
 from regraft.optimize.engines.onednn_same import same_in_each_call
 from regraft.optimize.engines.onednn_spelling import respelled
@@ -44,7 +52,8 @@ class Values(Images):
         rows: The products of a single row.
         products: The matrix products.
         by_torch: The calls that are left to torch, which takes tensors of any form.
-        scattered: The tensors in which the elements of no row, and of no column, lie side by side.
+        scattered: The tensors in which the elements of no row, and of no column, lie side by side, or whose axes are
+            taken for each other.
         viewed: The tensors that are looked at anew.
         steady: The tensors that depend on sizes and weights alone, as they are in the sample.
         numbers: The numbers that are made of sizes.
@@ -118,7 +127,7 @@ class Values(Images):
             self.steady[n] = result.detach()  # it may be a parameter
         if lies_oddly(result):
             self.odd.add(n)
-        if 1 not in result.stride()[-2:]:
+        if 1 not in result.stride()[-2:] or mixes_axes(result):
             self.scattered.add(n)
         pixel = result.ndim == 4 and result.shape[2:].numel() == 1  # of which a sum and a product have no fast kernel
         if n in self._apart or steps_oddly(result) or (pixel and is_factor(n, self.gm)):
@@ -191,7 +200,7 @@ class Values(Images):
         return found
 
     def to_gather(self, node: Node) -> dict[Node, Form]:
-        """The matrices that a product is not to be given as they are, with their form: its kernel for them is slow."""
+        """The matrices that a product is not to be given as they are, with their form: its kernel is slow, or wrong."""
         sizes = {a: self.forms[a][0] for a in node.all_input_nodes if a in self.scattered}
         return {a: (size, tuple(range(len(size)))) for a, size in sizes.items()}
 
