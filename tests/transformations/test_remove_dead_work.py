@@ -13,7 +13,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.nn import functional as F
 
 import regraft as rg
-from helpers import Wrap, capture, check_applied, check_refused, randomise, run
+from helpers import FORMS, Wrap, capture, check_applied, check_refused, randomise, run
 
 X = (torch.randn(3, 4),)
 
@@ -460,3 +460,26 @@ def test_what_is_folded_from_a_trained_weight_may_be_no_number_to_train(function
     constant = gm.get_buffer(folded.target)
     assert not constant.is_floating_point()
     assert not constant.requires_grad
+
+
+class Doubled(nn.Linear):
+    """A layer of one's own, which `torch.fx` traces into: its weights become nodes."""
+
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_weight_whose_dead_reader_stays_is_no_constant(form: str) -> None:
+    def forward(m, x):
+        first = m.linear(x)
+        x.add_(1)
+        m.linear(x)  # dead, and not what the first one gave
+        return m.other(x) + first.sum()
+
+    model = randomise(Wrap(forward, linear=Doubled(4, 2).requires_grad_(False), other=nn.Linear(4, 2))).eval()
+    gm = capture(model, (torch.randn(3, 4),), form)
+    x = torch.randn(3, 4)
+    wanted = model(x.clone())
+    rg.RemoveDeadWork()(gm)
+    torch.testing.assert_close(gm(x.clone()), wanted)

@@ -41,8 +41,22 @@ def constants(owner: GraphModule, same: Mapping[Node, Node], limit: int) -> Iter
         if (node not in found or _bytes_of(node) > limit) and node not in same:
             read.update(same.get(value, value) for value in node.all_input_nodes)
     for node in owner.graph.nodes:
-        if node in found and node in read and node.op != "get_attr" and value_of(node) is not None:
+        if node in found and node in read and _is_computed(node):
             yield node
+
+
+def _is_computed(node: Node) -> bool:
+    return node.op != "get_attr" and value_of(node) is not None
+
+
+def can_be_folded(node: Node, owner: GraphModule) -> bool:
+    """Whether a node computes a constant whose size is known.
+
+    Args:
+        node: The node.
+        owner: Its graph module.
+    """
+    return _is_computed(node) and piece(node, owner) is not None
 
 
 def _bytes_of(node: Node) -> int:

@@ -15,7 +15,7 @@ from regraft.core.mutation import writes
 from regraft.core.pattern import Match, Pattern, near_miss
 from regraft.core.values import called_name, same_shape, value_of
 from regraft.core.vocabulary import DIVIDE, DROPOUT, FLATTEN, IDENTITY, LINEAR, MULTIPLY, PAD, RESHAPE, read
-from regraft.transformations._constants import constants, piece
+from regraft.transformations._constants import can_be_folded, constants
 
 _CASTS = {"to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool", "_to_copy"}
 _VIEWS = {"view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "expand", "expand_as", "squeeze", "ravel"}
@@ -50,7 +50,7 @@ class Redundant(Pattern):
     def match(self, owner: GraphModule, nodes: tuple[Node, ...]) -> Match | None:
         if len(nodes) == 1 and nodes[0].users and (stranger := _stranger(nodes[0], owner)) is not None:
             return stranger
-        if len(nodes) == 1 and nodes[0].users and piece(nodes[0], owner) is None:
+        if len(nodes) == 1 and nodes[0].users and not can_be_folded(nodes[0], owner):
             return None  # whoever reads it was to go, and was refused
         return Match(owner, (), nodes)
 
