@@ -150,7 +150,7 @@ def test_a_view_in_sizes_that_there_are_not_is_an_error() -> None:
     "function",
     [
         lambda x: conv(x).as_strided((4, 5), (5, 1)) * 2,
-        lambda x: conv(x).relu() * conv(x).stride(1),
+        lambda x: conv(x).relu() + conv(x).stride(1),
         lambda x: torch.as_strided(conv(x), (4, 5), (7, 2), 3).relu(),
     ],
 )

@@ -128,6 +128,8 @@ def _masked_by_numbers(call: Call, env: Env) -> Spelling | None:
 
     def compute(env: Env) -> Tensor:
         added = torch.where(env[mask], 0.0, -math.inf)
+        if env[call.input].dtype == torch.float64:  # torch's fused call reads a mask in float32 wrongly beside it
+            added = added.double()
         args, kwargs = map_arg((node.args, node.kwargs), lambda other: added if other is mask else env[other])
         result: Tensor = function(*args, **kwargs)
         return result
