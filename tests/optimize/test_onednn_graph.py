@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import symbolic_trace
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 from regraft.core.errors import NotCovered
 from regraft.optimize.engines import onednn_graph, onednn_layouts
@@ -170,8 +171,9 @@ class Of(nn.Module):
 
 
 def built(module: nn.Module, *sample: Tensor) -> Callable[[list[Tensor]], list[Tensor]]:
-    module(*sample)  # makes its weights, which are not part of the program
-    return onednn_graph.build(SimpleNamespace(module=symbolic_trace(module), sample=list(sample)))
+    results = pytree.tree_leaves(module(*sample))  # makes its weights, too, which are not part of the program
+    dtypes = [result.dtype for result in results if isinstance(result, Tensor)]
+    return onednn_graph.build(SimpleNamespace(module=symbolic_trace(module), sample=list(sample), dtypes=dtypes))
 
 
 def result_of(forms: Forms, x: Tensor) -> Tensor:
@@ -329,7 +331,7 @@ def test_an_rms_norm_is_no_part_of_the_product_that_reads_it(weighted: bool) -> 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_mask_is_made_numbers_once_for_all_layers(dtype: torch.dtype) -> None:
     def attended(x: Tensor) -> Tensor:
-        hidden = (x.sum(-1) > 1).unsqueeze(2)  # in some heads from all rows
+        hidden = (x[..., 0] > 0).unsqueeze(2)  # in some heads from all rows, and in any precision the same
         for place in range(3):
             x = F.scaled_dot_product_attention(x.roll(place, 2), x, x * 2, hidden, 0.0, is_causal=False, scale=0.3)
         return x
@@ -338,9 +340,9 @@ def test_a_mask_is_made_numbers_once_for_all_layers(dtype: torch.dtype) -> None:
     x[0, 1] = -1
     run = built(module, x)
     for given in (x, 1 - x, torch.ones_like(x)):
-        found, expected = run([given])[0], module(given)
+        found, expected, exact = run([given])[0], module(given), module(given.double())
         assert found.dtype == dtype
-        torch.testing.assert_close(found, expected, equal_nan=True)
+        assert (found - exact).norm() <= 1.5 * (expected - exact).norm() + 1e-14 * exact.norm()
         program: Any = torch.jit.last_executed_optimized_graph()
         assert len(program.findAllNodes("aten::where")) == 1
 

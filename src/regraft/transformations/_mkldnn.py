@@ -24,6 +24,7 @@ TRANSPOSED = "transposed convolution"
 """The kinds of operator."""
 
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+_HALVES = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 
 
 @cache
@@ -51,6 +52,18 @@ def works(kind: str, dtype: torch.dtype, activation: Activation = NONE, axes: in
     if not agrees and activation is NONE:
         warnings.warn(f"regraft does not use torch's {kind} operator in {dtype}: {reason}", stacklevel=2)
     return agrees
+
+
+def computed_in(kind: str, dtype: torch.dtype, activation: Activation = NONE, axes: int = 2) -> torch.dtype | None:
+    """In which type the operator computes tensors of `dtype` here; None where it does not.
+
+    Halves for which the processor has no instructions are computed in float32, which is exact but for the last
+    rounding, and many times faster than what torch does with them.
+    """
+    if works(kind, dtype, activation, axes):
+        return dtype
+    wide = dtype in _HALVES and not _has(kind, dtype) and works(kind, torch.float32, activation, axes)
+    return torch.float32 if wide else None
 
 
 def usable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -164,8 +177,7 @@ def _has(kind: str, dtype: torch.dtype) -> bool:
         return dtype is torch.float32 and torch.backends.mkl.is_available()
     if not torch.backends.mkldnn.is_available() or not bool(torch._C._get_mkldnn_enabled()):
         return False
-    halves = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-    return dtype is torch.float32 or bool(getattr(torch.ops.mkldnn, halves[dtype], bool)())
+    return dtype is torch.float32 or bool(getattr(torch.ops.mkldnn, _HALVES[dtype], bool)())
 
 
 def _example(kind: str, dtype: torch.dtype, activation: Activation, axes: int) -> tuple[Tensor, Tensor]:

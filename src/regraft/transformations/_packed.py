@@ -98,20 +98,30 @@ class _PackedConv(Packed):
         if entry is None:
             return self._plain(input, other)
         packed, size = entry
+        if packed.dtype is input.dtype:
+            return self._fused(input, other, packed, bias, size)
+        x, offset, added = (None if t is None else t.to(packed.dtype) for t in (input, bias, other))
+        assert x is not None
+        if other is None or other.dtype is input.dtype:
+            return self._fused(x, added, packed, offset, size).to(input.dtype)
+        return self.activation.plain(self._compute(x, packed, offset, NONE).to(input.dtype) + other)
+
+    def _fused(self, x: Tensor, other: Tensor | None, packed: Tensor, bias: Tensor | None, size: torch.Size) -> Tensor:
+        """What oneDNN computes at once, all tensors of one type; `size` is that of the result."""
         if other is None:
-            return self._compute(input, packed, bias, self.activation)
-        like = type(other) is Tensor and other.shape == size and other.dtype is input.dtype
+            return self._compute(x, packed, bias, self.activation)
+        like = type(other) is Tensor and other.shape == size and other.dtype is x.dtype
         kind = mkldnn.CONV_SUM if self.inplace else mkldnn.CONV_ADD
         if (
             not like
             or not other.is_contiguous(memory_format=mkldnn.channels_last(self.axes))
-            or not mkldnn.works(kind, weight.dtype, axes=self.axes)
+            or not mkldnn.works(kind, x.dtype, axes=self.axes)
         ):
-            return self.activation.plain(self._compute(input, packed, bias, NONE) + other)
+            return self.activation.plain(self._compute(x, packed, bias, NONE) + other)
         add = mkldnn.conv_sum if self.inplace else mkldnn.conv_add
-        if self.activation is NONE or mkldnn.works(kind, weight.dtype, self.activation, self.axes):
-            return add(other, input, packed, bias, self._geometry(), self.activation)
-        return self.activation.write(add(other, input, packed, bias, self._geometry(), NONE))
+        if self.activation is NONE or mkldnn.works(kind, x.dtype, self.activation, self.axes):
+            return add(other, x, packed, bias, self._geometry(), self.activation)
+        return self.activation.write(add(other, x, packed, bias, self._geometry(), NONE))
 
     def _plain(self, x: Tensor, other: Tensor | None) -> Tensor:
         result = super().forward(x)
@@ -119,20 +129,21 @@ class _PackedConv(Packed):
 
     def _entry(self, shape: torch.Size, weight: Tensor, packs: dict[Any, Any]) -> tuple[Tensor, torch.Size] | None:
         """The weight packed for inputs of this size, and the size of the result."""
-        if not self._works(weight.dtype):
+        dtype = self._computed_in(weight.dtype)
+        if dtype is None:
             return None
         size = self._size(torch.empty(shape, device="meta"), torch.empty(weight.shape, device="meta"))
         if not size.numel():
             return None
         if len(packs) >= SIZES:
             packs.clear()
-        packed = self._pack(weight, shape)
+        packed = self._pack(weight.to(dtype), shape)
         known = {mkldnn.layout(other): other for other, _ in list(packs.values())}  # other threads may add some
         entry = packs[shape] = (known.get(mkldnn.layout(packed), packed), size)
         return entry
 
-    def _works(self, dtype: torch.dtype) -> bool:
-        return mkldnn.works(mkldnn.CONV, dtype, self.activation, self.axes)
+    def _computed_in(self, dtype: torch.dtype) -> torch.dtype | None:
+        return mkldnn.computed_in(mkldnn.CONV, dtype, self.activation, self.axes)
 
     def _size(self, x: Tensor, weight: Tensor) -> torch.Size:
         padding, stride, dilation, groups = self._geometry()
@@ -161,8 +172,8 @@ class PackedConv1d(_PackedConv, nn.Conv1d):
 
     axes = 1
 
-    def _works(self, dtype: torch.dtype) -> bool:
-        return mkldnn.works(mkldnn.CONV, dtype, self.activation)
+    def _computed_in(self, dtype: torch.dtype) -> torch.dtype | None:
+        return mkldnn.computed_in(mkldnn.CONV, dtype, self.activation)
 
     def _size(self, x: Tensor, weight: Tensor) -> torch.Size:
         (_, padding), (_, stride), (_, dilation), groups = self._geometry()
@@ -196,8 +207,8 @@ class PackedConvTranspose2d(_PackedConv, nn.ConvTranspose2d):  # type: ignore[mi
 
     axes = 2
 
-    def _works(self, dtype: torch.dtype) -> bool:
-        return mkldnn.works(mkldnn.TRANSPOSED, dtype, self.activation)
+    def _computed_in(self, dtype: torch.dtype) -> torch.dtype | None:
+        return mkldnn.computed_in(mkldnn.TRANSPOSED, dtype, self.activation)
 
     def _size(self, x: Tensor, weight: Tensor) -> torch.Size:
         padding, output_padding, stride, dilation, groups = self._geometry()

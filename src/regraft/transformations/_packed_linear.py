@@ -78,7 +78,7 @@ def ranked(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, activation
     size = (rows - 1).bit_length(), weight.shape, weight.dtype, bias is not None, activation, torch.get_num_threads()
     if size not in _RANKED:
         ways = [PLAIN]
-        ways += [ONEDNN] if mkldnn.works(mkldnn.LINEAR, weight.dtype, activation) else []
+        ways += [ONEDNN] if mkldnn.computed_in(mkldnn.LINEAR, weight.dtype, activation) is not None else []
         ways += [MKL] if mkldnn.works(mkldnn.MKL, weight.dtype) else []
         packs = {way: _pack(way, weight, rows) for way in ways}
         times = {way: seconds(_computing(way, packs[way], x, weight, bias, rows, activation)) for way in ways}
@@ -103,13 +103,18 @@ def _computing(*arguments: Any) -> Callable[[], Tensor]:
 def _pack(way: str, weight: Tensor, rows: int) -> Tensor | None:
     if way == PLAIN:
         return None
-    return mkldnn.pack_linear(weight) if way == ONEDNN else mkldnn.pack_sgemm(weight, rows)
+    if way == MKL:
+        return mkldnn.pack_sgemm(weight, rows)
+    return mkldnn.pack_linear(weight.to(mkldnn.computed_in(mkldnn.LINEAR, weight.dtype)))
 
 
 def _compute(
     way: str, packed: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, activation: Activation
 ) -> Tensor:
-    if way == ONEDNN:
+    if way == ONEDNN and packed.dtype is x.dtype:
         return mkldnn.linear(x, packed, bias, activation)
+    if way == ONEDNN:
+        wide = None if bias is None else bias.to(packed.dtype)
+        return mkldnn.linear(x.to(packed.dtype), packed, wide, activation).to(x.dtype)
     product = mkldnn.sgemm(x, packed, weight, bias, rows) if way == MKL else F.linear(x, weight, bias)
     return activation.write(product)

@@ -107,8 +107,8 @@ def _packable(call: Call, module: nn.Module, weight: torch.Tensor) -> str | None
     else:
         kind = mkldnn.TRANSPOSED if call.operation is TRANSPOSED_CONV else mkldnn.CONV
     dtype = str(weight.dtype).removeprefix("torch.")
-    able = mkldnn.works(kind, weight.dtype, axes=3 if weight.ndim == 5 else 2)
-    return that(able, f"{call.where}: this torch or processor packs no {kind} in {dtype}")
+    able = mkldnn.computed_in(kind, weight.dtype, axes=3 if weight.ndim == 5 else 2)
+    return that(able is not None, f"{call.where}: this torch or processor packs no {kind} in {dtype}")
 
 
 def _usual_layout(call: Call, edit: Edit) -> str:

@@ -33,6 +33,10 @@ class Flat:
     Args:
         gm: The graph module; it is not changed.
         call: A call of it, by name.
+
+    Attributes:
+        sample: The tensors of the call.
+        dtypes: The types of the tensors among the results.
     """
 
     def __init__(self, gm: GraphModule, call: Mapping[str, Any]) -> None:
@@ -54,7 +58,9 @@ class Flat:
             results, spec = pytree.tree_flatten(caches.unfold(gm.forward(**call)))
         self._build = torch_private.unflattener(spec)
         self._constants = [None if isinstance(result, Tensor) else (result,) for result in results]
-        self._layouts = [_layout(result) for result in results if isinstance(result, Tensor)]
+        tensors = [result for result in results if isinstance(result, Tensor)]
+        self.dtypes = [tensor.dtype for tensor in tensors]
+        self._layouts = [_layout(tensor) for tensor in tensors]
 
     def take(self, call: Mapping[str, Any]) -> list[Tensor]:
         """The tensors of a call, in the order of the graph's inputs.

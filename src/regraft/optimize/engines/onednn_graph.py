@@ -18,6 +18,7 @@ from torch import Tensor
 
 from regraft.core.errors import NotCovered
 from regraft.optimize.engines.flat import Flat, Run
+from regraft.optimize.engines.in_float32 import in_float32, pays_in_float32, wide
 from regraft.optimize.engines.onednn_forms import Attention, Forms
 from regraft.verify.measure import compare_speed
 
@@ -46,10 +47,13 @@ def build(flat: Flat) -> Run:
     sample = tuple(_usual(flat.sample))
     sizes = [tensor.shape for tensor in sample]
     with torch.no_grad():
-        forms = Forms(flat.module, sample)
+        raised = pays_in_float32(flat.module, sample)
+        module = in_float32(flat.module) if raised else flat.module
+        sample = tuple(map(wide, sample)) if raised else sample
+        forms = Forms(module, sample)
         program = _program(forms, sample)
         if forms.images > 1:  # how the images between two convolutions lie may make a difference
-            plain = Forms(flat.module, sample, images=False)
+            plain = Forms(module, sample, images=False)
             other = _program(plain, sample)
             given = (*sample, *forms.beside)
             if _is_faster(other, (*sample, *plain.beside), program, given, _seconds(program, given)):
@@ -62,7 +66,10 @@ def build(flat: Flat) -> Run:
         if torch.is_grad_enabled():  # asked because to enter and leave a mode that is on anyway takes time, too
             with torch.no_grad():
                 return run(inputs)
-        return forms.complete(program(*_usual(inputs), *forms.beside))
+        if not raised:
+            return forms.complete(program(*_usual(inputs), *forms.beside))
+        results = forms.complete(program(*map(wide, _usual(inputs)), *forms.beside))
+        return [result.to(dtype) for result, dtype in zip(results, flat.dtypes, strict=True)]
 
     return run
 
