@@ -34,6 +34,17 @@ def layer(x: Tensor) -> Tensor:
     return F.linear(x, SQUARE, W10)
 
 
+@pytest.fixture(autouse=True)
+def processor(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A processor with AVX-512, or with what a test says."""
+
+    def has(capability: str) -> None:
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+
+    has("AVX512")
+    return has
+
+
 GATES: dict[str, tuple[Function, set[str]]] = {
     "a gate": (lambda x: torch.relu(layer(x) + x.tanh()) * x, {"x"}),
     "a sum of three": (lambda x: layer(x) + x.tanh() + x, {"x"}),
@@ -362,3 +373,24 @@ def test_a_factor_of_a_single_pixel_ends_its_kernel(size: int, expected: list[st
     forms = Forms(gm, [x])
     assert [node.name for node in forms.known.viewed] == expected
     torch.testing.assert_close(built(gm, x)([x])[0], gm(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("function", "apart"),
+    [
+        (lambda x: F.gelu(layer(x)), {"linear", "gelu"}),
+        (lambda x: layer(F.silu(layer(x))), {"linear", "silu"}),
+        (lambda x: (x @ SQUARE).tanh() + B, {"matmul", "tanh"}),
+        (lambda x: F.relu(layer(x)), set()),
+        (lambda x: torch.sigmoid(layer(x)), set()),
+        (lambda x: F.gelu(layer(x) + x), set()),
+        (lambda x: F.gelu(F.conv1d(x, weight(6, 6, 3))), set()),
+    ],
+)
+def test_without_avx_512_an_exponential_is_no_part_of_a_product(processor, function: Function, apart: set[str]) -> None:
+    gm = symbolic_trace(Of(function))
+    assert {node.name for node in kept_apart(gm)} & {"linear", "matmul", "conv1d"} == set()
+    processor("AVX2")
+    assert {node.name for node in kept_apart(gm)} == apart
+    for given in (A, B - 4):
+        torch.testing.assert_close(built(Of(function), A)([given])[0], Of(function)(given), rtol=1e-5, atol=1e-5)

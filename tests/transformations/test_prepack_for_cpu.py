@@ -9,9 +9,10 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 import regraft as rg
 from helpers import FORMS, Wrap, assert_matches_float64, capture, check_applied, check_refused, randomise, run
@@ -66,6 +67,98 @@ def unknown():
     mkldnn.works.cache_clear()
     yield
     mkldnn.works.cache_clear()
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float16], ids=str)
+def half(request, monkeypatch, unknown):
+    """A half precision, on a processor that has no instructions for it."""
+    has = mkldnn._has
+    monkeypatch.setattr(mkldnn, "_has", lambda kind, dtype: dtype is torch.float32 and has(kind, dtype))
+    monkeypatch.setattr(packed_linear, "_RANKED", {})
+    return request.param
+
+
+def test_what_a_half_is_computed_in(half):
+    for kind in (mkldnn.LINEAR, mkldnn.CONV, mkldnn.TRANSPOSED):
+        assert not mkldnn.works(kind, half)
+        assert mkldnn.computed_in(kind, half) is torch.float32
+        assert mkldnn.computed_in(kind, torch.float32) is torch.float32
+        assert mkldnn.computed_in(kind, torch.float64) is None
+    assert mkldnn.computed_in(mkldnn.MKL, half) is torch.float32
+    assert mkldnn.computed_in(mkldnn.CONV, half, Activation("no such")) is None
+
+
+def test_a_half_that_the_processor_knows_stays_one(monkeypatch, unknown):
+    monkeypatch.setattr(mkldnn, "_has", lambda kind, dtype: True)
+    monkeypatch.setattr(
+        mkldnn, "_example", lambda kind, dtype, *_: (torch.ones(1, dtype=dtype), torch.ones(1).double())
+    )
+    assert mkldnn.computed_in(mkldnn.CONV, torch.float16) is torch.float16
+    monkeypatch.setattr(
+        mkldnn, "_example", lambda kind, dtype, *_: (torch.zeros(1, dtype=dtype), torch.ones(1).double())
+    )
+    with pytest.warns(UserWarning, match="disagrees"):
+        assert mkldnn.computed_in(mkldnn.LINEAR, torch.float16) is None, "one that is wrong is not used in float32"
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("layer", "size"),
+    [
+        (nn.Linear, (6, 9)),
+        (nn.Conv1d, (2, 9, 7)),
+        (nn.Conv2d, (2, 9, 7, 5)),
+        (nn.Conv3d, (2, 9, 5, 4, 3)),
+        (nn.ConvTranspose2d, (2, 9, 5, 4)),
+    ],
+    ids=str,
+)
+def test_a_layer_in_half_precision_is_rounded_once(half, layer, size, bias, monkeypatch):
+    fastest(monkeypatch, "onednn")
+    plain = randomise(nn.Linear(9, 4, bias) if layer is nn.Linear else layer(9, 4, 3, bias=bias)).to(half)
+    x = torch.randn(size).to(half)
+    gm = PACK(capture(nn.Sequential(plain, nn.ReLU()), (x,), "fx"))
+    for given in (x, x[:1], 2 * x):
+        exact = copy.deepcopy(plain).double()(given.double()).relu()
+        found = run(gm, (given,))[0]
+        assert found.dtype is half
+        assert ((found.double() - exact).abs() <= torch.finfo(half).eps / 2 * 1.01 * exact.abs() + 1e-5).all()
+    packs = gm.get_submodule("0")._copies.packs
+    assert {one.dtype for one in pytree.tree_leaves(packs) if isinstance(one, Tensor)} == {torch.float32}
+    with torch.no_grad():
+        plain.weight.add_(1)
+    assert_matches_float64(nn.Sequential(plain, nn.ReLU()), gm, (x,), slack=6)
+
+
+@pytest.mark.parametrize("function", [F.relu, torch.relu_, torch.sigmoid])
+@pytest.mark.parametrize("other", ["half", "float32", "of one pixel"])
+def test_what_is_added_to_a_convolution_in_half_precision(half, function, other):
+    class Added(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.c = nn.Conv2d(4, 4, 3, padding=1)
+
+        def forward(self, x, y):
+            return function(self.c(x) + y)
+
+    model = randomise(Added()).to(half)
+    x, y = torch.randn(2, 4, 7, 5).to(half), torch.randn(2, 4, 7, 5)
+    y = {"half": y.to(half), "float32": y, "of one pixel": y[..., :1, :1].to(half)}[other]
+    gm = packed(model, (x, y))
+    before = y.clone()
+    assert_matches_float64(model, gm, (x, y), slack=6)
+    assert torch.equal(y, before)
+
+
+def test_a_sum_in_half_precision_that_is_written_in_place(half):
+    model = randomise(
+        Wrap(
+            lambda m, x: F.relu(m.b(F.relu(m.a(x))).add_(m.a2(x))), **{n: nn.Conv2d(4, 4, 1) for n in ("a", "b", "a2")}
+        )
+    )
+    gm = packed(model.to(half), (torch.randn(2, 4, 7, 5).to(half),))
+    for size in [(2, 4, 7, 5), (1, 4, 3, 3)]:
+        assert_matches_float64(model, gm, (torch.randn(size).to(half),), slack=6)
 
 
 def test_an_operator_that_is_gone_or_wrong_is_not_used(monkeypatch, unknown):
@@ -278,6 +371,26 @@ def test_onednn_packs_a_weight_once_for_all_rows(activation, dtype, monkeypatch)
         assert packs[rows] == ("onednn", packs["onednn"])
     assert list(packs) == ["onednn", 1, 5, 300]
     assert packs[1][1] is packs[5][1] is packs[300][1]
+
+
+@pytest.mark.parametrize(
+    ("activation", "capability", "inside"),
+    [
+        *((activation, "AVX512", True) for activation in (nn.GELU(), nn.GELU("tanh"), nn.SiLU(), nn.Tanh())),
+        *((activation, "AVX2", False) for activation in (nn.GELU(), nn.GELU("tanh"), nn.SiLU(), nn.Tanh())),
+        *((activation, "AVX2", True) for activation in (nn.ReLU(), nn.Sigmoid(), nn.Hardswish())),
+    ],
+)
+def test_without_avx_512_an_exponential_comes_after_the_product(monkeypatch, activation, capability, inside):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    fastest(monkeypatch, "onednn")
+    computed, product = [], mkldnn.linear
+    monkeypatch.setattr(mkldnn, "linear", lambda *given: computed.append(given[3]) or product(*given))
+    model = randomise(nn.Sequential(nn.Linear(7, 64), activation))
+    gm = PACK(capture(model, (torch.randn(4, 7),), "fx"))
+    for rows in (1, 4):
+        assert_matches_float64(model, gm, (torch.randn(rows, 7),))
+    assert [one is not NONE for one in computed] == [inside] * 2
 
 
 def test_where_torch_itself_is_fastest_nothing_is_packed(monkeypatch):

@@ -24,6 +24,7 @@ TRANSPOSED = "transposed convolution"
 """The kinds of operator."""
 
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+_EXPONENTIAL = {"gelu", "swish", "tanh"}
 _HALVES = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 
 
@@ -64,6 +65,17 @@ def computed_in(kind: str, dtype: torch.dtype, activation: Activation = NONE, ax
         return dtype
     wide = dtype in _HALVES and not _has(kind, dtype) and works(kind, torch.float32, activation, axes)
     return torch.float32 if wide else None
+
+
+def slower_inside(activation: str) -> bool:
+    """Whether an activation takes longer at the end of oneDNN's product than by itself after it.
+
+    Without AVX-512, oneDNN computes an exponential several times slower than torch does.
+
+    Args:
+        activation: oneDNN's name of it.
+    """
+    return activation in _EXPONENTIAL and torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
 def usable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

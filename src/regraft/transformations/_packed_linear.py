@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from regraft.transformations import _mkldnn as mkldnn
-from regraft.transformations._activations import Activation
+from regraft.transformations._activations import NONE, Activation
 from regraft.transformations._packed import SIZES, Packed
 
 PLAIN, ONEDNN, MKL = "plain", "onednn", "mkl"
@@ -111,10 +111,10 @@ def _pack(way: str, weight: Tensor, rows: int) -> Tensor | None:
 def _compute(
     way: str, packed: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, activation: Activation
 ) -> Tensor:
-    if way == ONEDNN and packed.dtype is x.dtype:
-        return mkldnn.linear(x, packed, bias, activation)
     if way == ONEDNN:
-        wide = None if bias is None else bias.to(packed.dtype)
-        return mkldnn.linear(x.to(packed.dtype), packed, wide, activation).to(x.dtype)
+        apart = mkldnn.slower_inside(activation.name)
+        wide, offset = x.to(packed.dtype), None if bias is None else bias.to(packed.dtype)
+        result = mkldnn.linear(wide, packed, offset, NONE if apart else activation)
+        return (activation.write(result) if apart else result).to(x.dtype)
     product = mkldnn.sgemm(x, packed, weight, bias, rows) if way == MKL else F.linear(x, weight, bias)
     return activation.write(product)

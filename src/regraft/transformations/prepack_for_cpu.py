@@ -34,9 +34,11 @@ class PrepackForCpu(Rewrite):
 
     Transposed convolutions are packed over two axes, and others over one to three; in float32 those over one axis only
     with groups, because oneDNN's are no faster else. Every call is right at every size; a new image size packs again,
-    once. Gradients, autocast, tracing and other devices get the plain layers. The layers stay what they are
-    (`nn.Linear`, `nn.Conv2d`, the same parameters), and saving, copying and moving them is as before. A packed copy
-    takes the weight's memory once more (MKL's: once for each of the last two numbers of rows).
+    once. In bfloat16 or float16 on a processor without instructions for it, a layer is computed in float32 and its
+    result rounded once, which is many times faster than torch's own; its packed copy is then in float32. Gradients,
+    autocast, tracing and other devices get the plain layers. The layers stay what they are (`nn.Linear`, `nn.Conv2d`,
+    the same parameters), and saving, copying and moving them is as before. A packed copy takes the weight's memory once
+    more (MKL's: once for each of the last two numbers of rows).
 
     Example:
         >>> import torch, regraft as rg

@@ -60,7 +60,9 @@ def wide(tensor: Tensor) -> Tensor:
 
 
 def _wide_weight(tensor: Tensor) -> Tensor:
-    value = wide(tensor.detach())
+    if tensor.dtype not in _HALVES:
+        return tensor
+    value = tensor.detach().float()
     return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 

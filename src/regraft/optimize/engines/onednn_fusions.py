@@ -6,6 +6,8 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from regraft.transformations._mkldnn import slower_inside
+
 CALLS = ("call_function", "call_method")
 PRODUCTS = {"linear", "bilinear", "matmul", "mm", "bmm", "mv", "einsum", "addmm", "baddbmm", "addmv", "addbmm"}
 """Matrix products, by the names of their functions, methods and layers."""
@@ -17,6 +19,8 @@ _ELEMENTWISE = {
     *("abs", "clamp", "clip", "elu", "exp", "gelu", "hardswish", "hardtanh", "leakyrelu", "log", "relu", "relu6"),
     *("round", "sigmoid", "silu", "sqrt", "square", "tanh"),
 }
+_ACTIVATIONS = {"gelu": "gelu", "silu": "swish", "tanh": "tanh"}
+"""oneDNN's names of some."""
 _OTHERS = {
     *("layernorm", "batchnorm", *(f"batchnorm{axes}d" for axes in (1, 2, 3))),
     *(f"{kind}pool{axes}d" for kind in ("avg", "max") for axes in (1, 2, 3)),
@@ -32,8 +36,9 @@ def kept_apart(gm: GraphModule) -> set[Node]:
 
     An elementwise function goes into the kernel of the product, convolution or sum before it, and what follows it does
     so, too. Without one, or where others read that as well, oneDNN Graph has only its reference kernel. So it has after
-    a norm or a pooling. And what is added to a layer norm it takes for one of the norm's own tensors. It takes a factor
-    for the beginning of the product that reads it, rather than for the end of the one before, of which it is a part.
+    a norm or a pooling. Some functions take longer in the kernel of a product than by themselves. And what is added to
+    a layer norm it takes for one of the norm's own tensors. It takes a factor for the beginning of the product that
+    reads it, rather than for the end of the one before, of which it is a part.
 
     Args:
         gm: The graph.
@@ -48,7 +53,10 @@ def kept_apart(gm: GraphModule) -> set[Node]:
             apart.add(node)
         elif name in _ELEMENTWISE:
             before = node.all_input_nodes[0]
-            fused = before in leading and (len(before.users) == 1 or _is_swish(node, before, gm))
+            slower = _plain(before, gm) in PRODUCTS and slower_inside(_ACTIVATIONS.get(name, ""))
+            if slower:
+                apart.add(before)
+            fused = before in leading and not slower and (len(before.users) == 1 or _is_swish(node, before, gm))
             (leading if fused else apart).add(node)
         if (name in _FACTORS or name == "silu") and any(_plain(user, gm) in PRODUCTS for user in node.users):
             apart.add(node)
