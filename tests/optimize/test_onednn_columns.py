@@ -44,7 +44,10 @@ def test_columns_that_nobody_reads_are_not_computed(function: Callable[[Tensor],
     assert known.respelled[product]({first: given}).shape[-1] == width
     run = built(module, X)
     for sign in (1, -1):
-        torch.testing.assert_close(run([sign * X])[0], module(sign * X))
+        found, expected = run([sign * X])[0], module(sign * X)
+        # where the processor has no instructions for halves, the columns are summed in float32
+        atol = 2 * torch.finfo(found.dtype).eps * expected.abs().max().item()
+        torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.nn import functional as F
 
 import regraft as rg
-from helpers import FORMS, Wrap, capture, check_applied, check_refused, randomise, run
+from helpers import FORMS, Wrap, assert_same, capture, check_applied, check_refused, picture, randomise, run
 
 X = (torch.randn(3, 4),)
 
@@ -483,3 +483,22 @@ def test_a_weight_whose_dead_reader_stays_is_no_constant(form: str) -> None:
     wanted = model(x.clone())
     rg.RemoveDeadWork()(gm)
     torch.testing.assert_close(gm(x.clone()), wanted)
+
+
+def test_a_copy_that_had_to_stay_goes_with_its_last_reader():
+    def forward(self, x):
+        y = x * 2
+        copied = y.clone()  # what is written to below, as far as is known when its turn comes
+        dropped = F.dropout(y, 0.5, False, inplace=True)
+        copied.relu()  # which nobody reads
+        return dropped + 1
+
+    gm = with_shapes(Wrap(forward))
+    rule = rg.RemoveDeadWork()
+    before = picture(gm)
+    rule(gm)
+    assert [node.name for node in gm.graph.nodes] == ["x", "mul", "add", "output"]
+    rule(gm)
+    assert not rg.history(gm)[-1].applied
+    rule(gm, reverse=True)
+    assert_same(before, picture(gm))

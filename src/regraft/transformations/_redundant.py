@@ -44,7 +44,7 @@ class Redundant(Pattern):
                 wanted.add(same[node])
             elif alive:
                 wanted.update(node.all_input_nodes)
-            elif node not in same:  # fx calls inputs impure, so that they are alive
+            else:  # fx calls inputs impure, so that they are alive; a copy that had to stay may be read by nobody now
                 yield (node,)
 
     def match(self, owner: GraphModule, nodes: tuple[Node, ...]) -> Match | None:
