@@ -112,9 +112,15 @@ def _compute(
     way: str, packed: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, activation: Activation
 ) -> Tensor:
     if way == ONEDNN:
-        apart = mkldnn.slower_inside(activation.name)
-        wide, offset = x.to(packed.dtype), None if bias is None else bias.to(packed.dtype)
-        result = mkldnn.linear(wide, packed, offset, NONE if apart else activation)
-        return (activation.write(result) if apart else result).to(x.dtype)
+        return _by_onednn(packed, x, bias, activation)
     product = mkldnn.sgemm(x, packed, weight, bias, rows) if way == MKL else F.linear(x, weight, bias)
     return activation.write(product)
+
+
+def _by_onednn(packed: Tensor, x: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
+    if packed.dtype is not x.dtype:
+        offset = None if bias is None else bias.to(packed.dtype)
+        return _by_onednn(packed, x.to(packed.dtype), offset, activation).to(x.dtype)
+    if mkldnn.slower_inside(activation.name):
+        return activation.write(mkldnn.linear(x, packed, bias, NONE))
+    return mkldnn.linear(x, packed, bias, activation)
