@@ -91,15 +91,27 @@ def test_a_constant_that_is_neither_a_parameter_nor_a_buffer(half: torch.dtype) 
     x = graph.placeholder("x")
     graph.output(graph.call_function(torch.mul, (x, graph.get_attr("constant"))))
     gm = torch.fx.GraphModule(root, graph)
-    torch.testing.assert_close(wider.in_float32(adopt(gm))(torch.ones(3)), root.constant.float(), rtol=0, atol=0)
+    del gm.constant  # torch.fx has made a buffer of it
+    gm.constant = root.constant
+    copied = wider.in_float32(adopt(gm))
+    assert copied.constant.dtype is torch.float32
+    torch.testing.assert_close(copied(torch.ones(3)), root.constant.float(), rtol=0, atol=0)
     assert gm.constant.dtype is half
 
 
-def test_a_program_in_float32_gives_what_the_model_gives(half: torch.dtype) -> None:
-    model = network(half)
+def test_a_program_in_float32_gives_what_the_model_gives(half: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given_forms = network(half), []
+
+    class Seen(onednn_graph.Forms):
+        def __init__(self, gm: torch.fx.GraphModule, sample: Any, images: bool = True) -> None:
+            super().__init__(gm, sample, images)
+            given_forms.extend([*gm.parameters(), *gm.buffers(), *sample])
+
+    monkeypatch.setattr(onednn_graph, "Forms", Seen)
     x = torch.randn(4, 6).to(half)
     flat = Flat(rg.trace(model, (x,)), {"x": x})
     run = onednn_graph.build(flat)
+    assert {tensor.dtype for tensor in given_forms} == {torch.float32}
     for given in (x, -3 * x, x.t().contiguous().t()):
         with InPrecision(torch.float64):
             exact = in_precision(model, torch.float64)(given.double())

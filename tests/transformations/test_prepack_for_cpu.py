@@ -131,7 +131,7 @@ def test_a_layer_in_half_precision_is_rounded_once(half, layer, size, bias, monk
 
 
 @pytest.mark.parametrize("function", [F.relu, torch.relu_, torch.sigmoid])
-@pytest.mark.parametrize("other", ["half", "float32", "of one pixel"])
+@pytest.mark.parametrize("other", ["half", "float32", "whole numbers", "of one pixel"])
 def test_what_is_added_to_a_convolution_in_half_precision(half, function, other):
     class Added(nn.Module):
         def __init__(self):
@@ -143,7 +143,8 @@ def test_what_is_added_to_a_convolution_in_half_precision(half, function, other)
 
     model = randomise(Added()).to(half)
     x, y = torch.randn(2, 4, 7, 5).to(half), torch.randn(2, 4, 7, 5)
-    y = {"half": y.to(half), "float32": y, "of one pixel": y[..., :1, :1].to(half)}[other]
+    pixel = y[..., :1, :1].to(half)
+    y = {"half": y.to(half), "float32": y, "whole numbers": (3 * y).int(), "of one pixel": pixel}[other]
     gm = packed(model, (x, y))
     before = y.clone()
     assert_matches_float64(model, gm, (x, y), slack=6)
