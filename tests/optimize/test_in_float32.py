@@ -135,6 +135,11 @@ def test_where_a_half_is_known_it_stays(dtype: torch.dtype, monkeypatch: pytest.
     assert not wider.pays_in_float32(nn.Linear(3, 3).to(dtype), [torch.ones(3, dtype=dtype)])
 
 
+def test_another_device_has_instructions_of_its_own(half: torch.dtype) -> None:
+    elsewhere = nn.Linear(3, 3, device="meta").to(half)
+    assert not wider.pays_in_float32(elsewhere, [torch.ones(3, dtype=half, device="meta")])
+
+
 def test_one_tensor_in_half_precision_is_enough(half: torch.dtype) -> None:
     plain, x = nn.Linear(3, 3), torch.ones(3)
     assert wider.pays_in_float32(plain, [x, x.to(half)])

@@ -27,7 +27,8 @@ def pays_in_float32(module: nn.Module, sample: Iterable[Tensor]) -> bool:
         module: The graph.
         sample: Its inputs.
     """
-    dtypes = {tensor.dtype for tensor in chain(sample, module.parameters(), module.buffers())}
+    tensors = chain(sample, module.parameters(), module.buffers())
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_cpu}  # other devices have instructions of their own
     return any(mkldnn.computed_in(mkldnn.LINEAR, dtype) == torch.float32 for dtype in dtypes.intersection(_HALVES))
 
 
