@@ -74,7 +74,7 @@ def half(request, monkeypatch, unknown):
     """A half precision, on a processor that has no instructions for it."""
     has = mkldnn._has
     monkeypatch.setattr(mkldnn, "_has", lambda kind, dtype: dtype is torch.float32 and has(kind, dtype))
-    monkeypatch.setattr(packed_linear, "_RANKED", {})
+    monkeypatch.setattr(packed_linear, "_TIMES", {})
     return request.param
 
 
@@ -342,8 +342,9 @@ needs_mkl = pytest.mark.skipif(not mkldnn.works(mkldnn.MKL, torch.float32), reas
 
 
 @needs_mkl
-def test_mkl_packs_a_weight_for_a_number_of_rows_that_comes_twice_running(monkeypatch):
-    fastest(monkeypatch, "mkl", "onednn", "plain")
+@pytest.mark.parametrize("way", ["mkl", "pixels"])
+def test_a_weight_is_packed_for_a_number_of_rows_that_comes_twice_running(way, monkeypatch, without_avx512):
+    fastest(monkeypatch, way, "onednn", "plain")
     model = randomise(nn.Sequential(nn.Linear(7, 5)))
     gm = PACK(capture(model, (torch.randn(4, 7),), "fx"))
     layer = gm.get_submodule("0")
@@ -352,7 +353,7 @@ def test_mkl_packs_a_weight_for_a_number_of_rows_that_comes_twice_running(monkey
     for rows in (6, 4, 6, 4, 4, 6, 6, 9, 9):  # some that do not come back, and of three the oldest goes
         assert_matches_float64(model, gm, (torch.randn(rows, 7),))
         packs.append((rows, [(key, way) for key, (way, _) in layer._copies.packs.items()]))
-    four, six, nine = ((rows, "mkl") for rows in (4, 6, 9))
+    four, six, nine = ((rows, way) for rows in (4, 6, 9))
     assert packs == [
         *((6, []), (4, []), (6, []), (4, []), (4, [four]), (6, [four]), (6, [four, six]), (9, [four, six])),
         (9, [six, nine]),
@@ -374,6 +375,63 @@ def test_onednn_packs_a_weight_once_for_all_rows(activation, dtype, monkeypatch)
     assert packs[1][1] is packs[5][1] is packs[300][1]
 
 
+@pytest.fixture
+def without_avx512(monkeypatch, unknown):
+    """A processor that has AVX2 and no more, as far as torch says so."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+
+
+@pytest.mark.parametrize("half", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "activation", [nn.Identity(), nn.ReLU(), nn.GELU(), nn.GELU("tanh"), nn.SiLU(), nn.Hardswish()]
+)
+def test_a_layer_by_pixels(activation, half, monkeypatch, without_avx512):
+    fastest(monkeypatch, "pixels")
+    if half is not None:
+        has = mkldnn._has
+        monkeypatch.setattr(mkldnn, "_has", lambda kind, dtype: dtype is not half and has(kind, dtype))
+    computed, conv = [], mkldnn.conv
+    for sizes, bias in (((7, 64), True), ((1, 5), False), ((6, 1), True), ((33, 31), False)):
+        model = randomise(nn.Sequential(nn.Linear(*sizes, bias=bias), activation)).to(half or torch.float32)
+        x = torch.randn(3, 5, sizes[0]).to(half or torch.float32)
+        gm = PACK(capture(model, (x,), "fx"))
+        for given in (x, x[:1], x[:, 0], x.mT.contiguous().mT, x[:, ::2]):
+            for _ in range(2):  # the second of an equal number of rows packs
+                run(gm, (given,))
+            with monkeypatch.context() as patch:
+                patch.setattr(mkldnn, "conv", lambda *args: computed.append(args[0].dtype) or conv(*args))
+                assert_matches_float64(model, gm, (given,))
+            found, expected = run(gm, (given,))[0], run(model, (given,))[0]
+            assert found.stride() == expected.stride()
+            assert found.dtype is expected.dtype
+    assert len(computed) == 20
+    assert set(computed) == {torch.float32}
+
+
+@pytest.mark.parametrize(("capability", "there"), [("AVX2", True), ("AVX512", False), ("DEFAULT", False)])
+def test_rows_are_pixels_without_avx_512_alone(monkeypatch, capability, there, unknown):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(packed_linear, "_TIMES", {})
+    monkeypatch.setattr(packed_linear, "seconds", lambda _: 1.0)
+    assert mkldnn.works(mkldnn.PIXELS, torch.float32) is there
+    for rows in (1, 2, 9):
+        ways = packed_linear.ranked(torch.randn(rows, 7), torch.randn(5, 7), None, rows, NONE)
+        assert ("pixels" in ways) is (there and rows > 1)
+        faster = packed_linear.faster_by_pixels(torch.randn(rows, 7), torch.randn(5, 7), None)
+        assert faster is (there and rows > 1)  # within a twentieth
+
+
+@pytest.mark.parametrize(("times", "faster"), [((3, 2, 4, 2.05), True), ((3, 2, 4, 2.2), False), ((1, 2, 1, 2), True)])
+@needs_mkl
+def test_in_a_program_a_layer_by_pixels_has_to_keep_up_with_onednns_product(times, faster, monkeypatch, without_avx512):
+    left = list(times)
+    monkeypatch.setattr(packed_linear, "_TIMES", {})
+    monkeypatch.setattr(packed_linear, "seconds", lambda _: left.pop(0))
+    assert packed_linear.faster_by_pixels(torch.randn(4, 7), torch.randn(5, 7), None) is faster
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert not packed_linear.faster_by_pixels(torch.randn(4, 7), torch.randn(5, 7), None)
+
+
 @pytest.mark.parametrize(
     ("activation", "capability", "inside"),
     [
@@ -385,6 +443,7 @@ def test_onednn_packs_a_weight_once_for_all_rows(activation, dtype, monkeypatch)
 def test_without_avx_512_an_exponential_comes_after_the_product(monkeypatch, activation, capability, inside):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     fastest(monkeypatch, "onednn")
+    assert mkldnn.computed_in(mkldnn.LINEAR, torch.float32)
     computed, product = [], mkldnn.linear
     monkeypatch.setattr(mkldnn, "linear", lambda *given: computed.append(given[3]) or product(*given))
     model = randomise(nn.Sequential(nn.Linear(7, 64), activation))
@@ -421,7 +480,7 @@ def test_rows_that_do_not_come_back_take_the_weight_that_is_packed_for_any(monke
 
 def test_each_way_is_timed_once_for_about_so_many_rows_and_for_each_kind_of_layer(monkeypatch):
     timed = []
-    monkeypatch.setattr(packed_linear, "_RANKED", {})
+    monkeypatch.setattr(packed_linear, "_TIMES", {})
     monkeypatch.setattr(packed_linear, "seconds", lambda run: timed.append(run) or 1.0)
 
     def new(layer, rows):
@@ -439,7 +498,7 @@ def test_each_way_is_timed_once_for_about_so_many_rows_and_for_each_kind_of_laye
 
 
 def test_nothing_is_timed_where_results_are_to_be_the_same_everywhere(monkeypatch):
-    monkeypatch.setattr(packed_linear, "_RANKED", {})
+    monkeypatch.setattr(packed_linear, "_TIMES", {})
     monkeypatch.setattr(packed_linear, "seconds", lambda run: pytest.fail("timed"))
     layer, x = PackedLinear.of(randomise(nn.Linear(7, 5))), torch.randn(4, 7)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
@@ -449,18 +508,18 @@ def test_nothing_is_timed_where_results_are_to_be_the_same_everywhere(monkeypatc
     assert layer._copies.packs == {4: ("plain", None)}
 
 
-def test_the_ranking_follows_the_clock_and_saves_memory_where_the_times_are_close(monkeypatch):
+def test_the_ranking_follows_the_clock_and_saves_memory_where_the_times_are_close(monkeypatch, without_avx512):
     if not mkldnn.works(mkldnn.LINEAR, torch.float32) or not mkldnn.works(mkldnn.MKL, torch.float32):
         pytest.skip("a build without one of the ways")
     x, weight = torch.randn(4, 7), torch.randn(5, 7)
     for times, expected in (
-        ((1.0, 0.5, 0.4), ("mkl", "onednn", "plain")),
-        ((1.0, 0.4, 0.5), ("onednn", "mkl", "plain")),
-        ((1.0, 0.96, 0.97), ("plain", "onednn", "mkl")),
-        ((1.0, 0.5, 0.49), ("onednn", "mkl", "plain")),
+        ((1.0, 0.5, 0.4, 0.6), ("mkl", "onednn", "pixels", "plain")),
+        ((1.0, 0.4, 0.5, 0.3), ("pixels", "onednn", "mkl", "plain")),
+        ((1.0, 0.96, 0.97, 0.98), ("plain", "onednn", "mkl", "pixels")),
+        ((1.0, 0.5, 0.49, 0.48), ("onednn", "pixels", "mkl", "plain")),
     ):
         left = list(times)
-        monkeypatch.setattr(packed_linear, "_RANKED", {})
+        monkeypatch.setattr(packed_linear, "_TIMES", {})
         monkeypatch.setattr(packed_linear, "seconds", lambda _, left=left: left.pop(0))
         assert packed_linear.ranked(x, weight, None, 4, NONE) == expected
     monkeypatch.undo()

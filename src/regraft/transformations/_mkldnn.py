@@ -17,11 +17,16 @@ from torch.nn import functional as F
 
 from regraft.core.ordinary import ORDINARY, copies_last, ordinary_call, records_gradient
 from regraft.transformations._activations import NONE, Activation
+from regraft.transformations._pixels import image_of, kernel_of, rows_of
 
 LINEAR, MKL, CONV = "linear", "packed sgemm", "convolution"
+PIXELS = "linear layer as a convolution"
 CONV_ADD, CONV_SUM = "convolution with addition", "convolution with addition in place"
 TRANSPOSED = "transposed convolution"
 """The kinds of operator."""
+
+_BY_PIXEL = ([0, 0], [1, 1], [1, 1], 1)
+"""The geometry of a convolution whose kernel is one pixel."""
 
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 _EXPONENTIAL = {"gelu", "swish", "tanh"}
@@ -75,7 +80,7 @@ def slower_inside(activation: str) -> bool:
     Args:
         activation: oneDNN's name of it.
     """
-    return activation in _EXPONENTIAL and torch.backends.cpu.get_cpu_capability() == "AVX2"
+    return activation in _EXPONENTIAL and _without_avx512()
 
 
 def usable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -106,6 +111,16 @@ def pack_sgemm(weight: Tensor, rows: int) -> Tensor:
 def sgemm(x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
     """`x weight^T + bias`, with the weight packed for `rows` rows."""
     return cast(Tensor, _op("mkl", "_mkl_linear")(x, packed, weight, bias, rows))
+
+
+def pack_pixels(weight: Tensor, rows: int) -> Tensor:
+    """The weight of a linear layer in the layout that oneDNN's convolution wants for inputs of `rows` rows."""
+    return pack_conv(kernel_of(weight), _BY_PIXEL, (1, weight.shape[1], 1, rows))
+
+
+def by_pixels(x: Tensor, packed: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
+    """`activation(x weight^T + bias)`, as a convolution for which each row is a pixel."""
+    return rows_of(conv(image_of(x), packed, bias, _BY_PIXEL, activation), x.shape[:-1])
 
 
 def pack_conv(weight: Tensor, geometry: Sequence[Any], size: Sequence[int]) -> Tensor:
@@ -189,16 +204,24 @@ def _has(kind: str, dtype: torch.dtype) -> bool:
         return dtype is torch.float32 and torch.backends.mkl.is_available()
     if not torch.backends.mkldnn.is_available() or not bool(torch._C._get_mkldnn_enabled()):
         return False
+    if kind == PIXELS and not (dtype is torch.float32 and _without_avx512()):
+        return False  # with AVX-512 oneDNN's products are near the processor's limit
     return dtype is torch.float32 or bool(getattr(torch.ops.mkldnn, _HALVES[dtype], bool)())
+
+
+def _without_avx512() -> bool:
+    return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
 def _example(kind: str, dtype: torch.dtype, activation: Activation, axes: int) -> tuple[Tensor, Tensor]:
     """One small case by the operator, and in float64."""
-    if kind in (LINEAR, MKL):
+    if kind in (LINEAR, MKL, PIXELS):
         x, weight, bias = (torch.randn(*size).to(dtype) for size in [(5, 19), (18, 19), (18,)])
         expected = activation.plain(F.linear(x.double(), weight.double(), bias.double()))
         if kind == MKL:
             return sgemm(x, pack_sgemm(weight, 5), weight, bias, 5), expected
+        if kind == PIXELS:
+            return by_pixels(x, pack_pixels(weight, 5), bias, activation), expected
         return linear(x, pack_linear(weight), bias, activation), expected
     x, total = torch.randn(2, 6, *(9, 7, 5)[:axes]).to(dtype), torch.randn(2, 8, *(5, 4, 3)[:axes]).to(dtype)
     padding, stride, dilation, bias = [1] * axes, [2] * axes, [1] * axes, torch.randn(8).to(dtype)

@@ -1,11 +1,13 @@
-"""A linear layer by whichever product is the fastest here: torch's own, oneDNN's or MKL's with packed weights.
+"""A linear layer by whichever product is the fastest here: torch's own, or oneDNN's or MKL's with packed weights.
 
 Which it is depends on the processor, the sizes and the number of threads: on one machine MKL's packed product wins, on
-another oneDNN's takes half of its time. So each is timed once for a size, at the first call of that size.
+another oneDNN's takes half of its time, and without AVX-512 oneDNN's convolutions are faster than its products. So each
+is timed once for a size, at the first call of that size.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,15 +20,20 @@ from regraft.transformations import _mkldnn as mkldnn
 from regraft.transformations._activations import NONE, Activation
 from regraft.transformations._packed import SIZES, Packed
 
-PLAIN, ONEDNN, MKL = "plain", "onednn", "mkl"
-PREFERENCE = {PLAIN: 0.95, ONEDNN: 1.0, MKL: 1.05}
-"""The times are multiplied by this: a plain product needs no copy of the weight, oneDNN's one, MKL's one per size."""
+PLAIN, ONEDNN, MKL, PIXELS = "plain", "onednn", "mkl", "pixels"
+FOR_ROWS = {MKL, PIXELS}
+"""The ways that pack a weight for one number of rows."""
+PREFERENCE = {PLAIN: 0.95, ONEDNN: 1.0, MKL: 1.05, PIXELS: 1.05}
+"""The times are multiplied by this: a plain product needs no copy of the weight, oneDNN's one, others one per size."""
+IMAGE = 1.05
+"""A convolution may take so many times a product's time: here, rows become an image in Python first."""
 ROUNDS, FEW_ROUNDS, LONG = 4, 2, 0.02
 """How often each way is timed, and how often where that takes so many seconds; its shortest time counts."""
 PACKS = 2
-"""So many copies of a weight are kept that are packed by MKL, each for one number of rows."""
+"""So many copies of a weight are kept that are packed for one number of rows each."""
 
-_RANKED: dict[Any, tuple[str, ...]] = {}
+_TIMES: dict[Any, dict[str, float]] = {}
+"""The seconds of each way, for a size."""
 
 
 class PackedLinear(Packed, nn.Linear):
@@ -48,15 +55,16 @@ class PackedLinear(Packed, nn.Linear):
         again, self._copies.rows = self._copies.rows == rows, rows
         way = ranked(x, weight, bias, rows, self.activation)[0]
         packed: Tensor | None = packs.get(ONEDNN)
-        if way == MKL and not again:  # it packs for one number of rows: one that comes twice running is worth it
+        if way in FOR_ROWS and not again:  # a number of rows that comes twice running is worth a copy
             return (PLAIN, None) if packed is None else (ONEDNN, packed)
         if way != ONEDNN or packed is None:  # which packs for any number of rows
             packed = _pack(way, weight, rows)
-        by_mkl = [key for key, found in list(packs.items()) if key != ONEDNN and found[0] == MKL]  # others may add some
+        others = list(packs.items())  # other threads may add some
+        for_rows = [key for key, found in others if key != ONEDNN and found[0] in FOR_ROWS]
         if len(packs) >= SIZES:
             packs.clear()
-        elif way == MKL and len(by_mkl) >= PACKS:
-            packs.pop(by_mkl[0], None)
+        elif way in FOR_ROWS and len(for_rows) >= PACKS:
+            packs.pop(for_rows[0], None)
         if way == ONEDNN:
             packs[ONEDNN] = packed
         packs[rows] = way, packed
@@ -75,15 +83,39 @@ def ranked(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, activation
     """
     if torch.are_deterministic_algorithms_enabled():  # what is the fastest may be another in another process
         return (PLAIN,)
+    times = _times(x, weight, bias, rows, activation)
+    return tuple(sorted(times, key=lambda way: times[way] * PREFERENCE[way]))
+
+
+def faster_by_pixels(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether oneDNN computes a layer faster as a convolution than as a product, in a program that has the image.
+
+    Args:
+        x: (..., in_features).
+        weight: (out_features, in_features).
+        bias: (out_features,), or None.
+    """
+    rows = x.numel() // weight.shape[1]
+    if torch.are_deterministic_algorithms_enabled() or not _has_pixels(weight, rows, NONE):
+        return False
+    times = _times(x, weight, bias, rows, NONE)
+    return times[PIXELS] < IMAGE * times.get(ONEDNN, math.inf)
+
+
+def _times(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, activation: Activation) -> dict[str, float]:
     size = (rows - 1).bit_length(), weight.shape, weight.dtype, bias is not None, activation, torch.get_num_threads()
-    if size not in _RANKED:
+    if size not in _TIMES:
         ways = [PLAIN]
         ways += [ONEDNN] if mkldnn.computed_in(mkldnn.LINEAR, weight.dtype, activation) is not None else []
         ways += [MKL] if mkldnn.works(mkldnn.MKL, weight.dtype) else []
+        ways += [PIXELS] if _has_pixels(weight, rows, activation) else []
         packs = {way: _pack(way, weight, rows) for way in ways}
-        times = {way: seconds(_computing(way, packs[way], x, weight, bias, rows, activation)) for way in ways}
-        _RANKED[size] = tuple(sorted(ways, key=lambda way: times[way] * PREFERENCE[way]))
-    return _RANKED[size]
+        _TIMES[size] = {way: seconds(_computing(way, packs[way], x, weight, bias, rows, activation)) for way in ways}
+    return _TIMES[size]
+
+
+def _has_pixels(weight: Tensor, rows: int, activation: Activation) -> bool:
+    return rows > 1 and mkldnn.computed_in(mkldnn.PIXELS, weight.dtype, activation) is not None
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -105,22 +137,26 @@ def _pack(way: str, weight: Tensor, rows: int) -> Tensor | None:
         return None
     if way == MKL:
         return mkldnn.pack_sgemm(weight, rows)
+    if way == PIXELS:
+        return mkldnn.pack_pixels(weight.to(mkldnn.computed_in(mkldnn.PIXELS, weight.dtype)), rows)
     return mkldnn.pack_linear(weight.to(mkldnn.computed_in(mkldnn.LINEAR, weight.dtype)))
 
 
 def _compute(
     way: str, packed: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, activation: Activation
 ) -> Tensor:
-    if way == ONEDNN:
-        return _by_onednn(packed, x, bias, activation)
+    if way in (ONEDNN, PIXELS):
+        return _by_onednn(way, packed, x, bias, activation)
     product = mkldnn.sgemm(x, packed, weight, bias, rows) if way == MKL else F.linear(x, weight, bias)
     return activation.write(product)
 
 
-def _by_onednn(packed: Tensor, x: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
+def _by_onednn(way: str, packed: Tensor, x: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
     if packed.dtype is not x.dtype:
         offset = None if bias is None else bias.to(packed.dtype)
-        return _by_onednn(packed, x.to(packed.dtype), offset, activation).to(x.dtype)
+        return _by_onednn(way, packed, x.to(packed.dtype), offset, activation).to(x.dtype)
+    if way == PIXELS:
+        return mkldnn.by_pixels(x, packed, bias, activation)
     if mkldnn.slower_inside(activation.name):
         return activation.write(mkldnn.linear(x, packed, bias, NONE))
     return mkldnn.linear(x, packed, bias, activation)

@@ -14,6 +14,7 @@ from regraft.optimize.engines.onednn_fusions import called
 from regraft.optimize.engines.onednn_layouts import Images, anew, begins_oddly, begun_anew, dense
 from regraft.optimize.engines.onednn_values import BROADCASTING, Values, tensors
 from regraft.optimize.engines.written_attention import Mask, WrittenAttention
+from regraft.transformations._pixels import image_of, rows_of
 
 Attention = Literal["fused", "in float32", "in its own type"]
 """How attention is computed: by torch's fused call, or written out, in one type or the other."""
@@ -98,6 +99,7 @@ class _Run(Images):
         super().__init__(forms.gm, bool(forms.images))
         self._forms, self._known, self._beside = forms, forms.known, beside
         self._masks: dict[Any, Mask] = {}
+        self._images: dict[Node, Tensor] = {}  # of what is computed by pixels, the images
 
     def run_node(self, n: Node) -> Any:
         known = self._known
@@ -109,13 +111,19 @@ class _Run(Images):
             return known.numbers[n]
         if self._forms.attention != "fused" and n in known.attentions:
             return self._written_out(known.attentions[n])
-        if n in known.respelled:
+        layer = known.pixels.get(n)
+        if layer is not None:
+            result = layer.compute(self.env)
+        elif n in known.respelled:
             result = known.respelled[n]({argument: self.given(n, argument) for argument in n.all_input_nodes})
         elif n in known.renewing:
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             result = known.renewing[n](*args, **kwargs)
         else:
             result = super().run_node(n)
+        if n in known.pixels:
+            self._images[n] = result
+            result = rows_of(result, known.forms[n][0][:-1])
         result = result.clone() if n in known.rows else result
         return anew(result) if n in known.viewed else result
 
@@ -127,6 +135,15 @@ class _Run(Images):
         return attention.compute(self.env, self._masks[key, dtype] if key is not None else None, dtype)
 
     def given(self, n: Node, argument: Node) -> Any:
+        if n not in self._known.pixels:
+            return self._given(n, argument)
+        readers = (self._known.pixels.get(reader, self) for reader in argument.users)
+        if argument in self._images and not any(readers):  # all of them are in its kernel, too
+            return self._images[argument]
+        value = self._given(n, argument)
+        return image_of(value) if isinstance(value, Tensor) and value.ndim else value
+
+    def _given(self, n: Node, argument: Node) -> Any:
         form = self._forms.larger.get(n, {}).get(argument)
         if form is None:
             value = super().given(n, argument)

@@ -126,6 +126,20 @@ def read_twice(gm: GraphModule) -> dict[Node, set[Node]]:
     return copies
 
 
+def goes_inside(node: Node, before: Node, gm: nn.Module) -> bool:
+    """Whether a node goes into the kernel of a product or a convolution that it reads.
+
+    Args:
+        node: The node.
+        before: What it reads: the product, or what has gone into its kernel.
+        gm: The graph module.
+    """
+    name = _plain(node, gm)
+    if len(before.users) > 1:
+        return _is_swish(node, before, gm)
+    return name in _ELEMENTWISE or name in _JOINING
+
+
 def is_factor(node: Node, gm: nn.Module) -> bool:
     """Whether a node multiplies or divides.
 

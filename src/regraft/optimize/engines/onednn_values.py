@@ -14,7 +14,15 @@ from torch.utils import _pytree as pytree
 
 from regraft.core.vocabulary import ATTENTION, Call, read
 from regraft.optimize.engines.onednn_columns import of_columns_read
-from regraft.optimize.engines.onednn_fusions import PRODUCTS, called, is_factor, kept_apart, overwritten, read_twice
+from regraft.optimize.engines.onednn_fusions import (
+    PRODUCTS,
+    called,
+    goes_inside,
+    is_factor,
+    kept_apart,
+    overwritten,
+    read_twice,
+)
 from regraft.optimize.engines.onednn_layouts import (
     Images,
     as_reshape,
@@ -24,6 +32,7 @@ from regraft.optimize.engines.onednn_layouts import (
     order,
     steps_oddly,
 )
+from regraft.optimize.engines.onednn_pixels import PixelLayer
 from regraft.optimize.engines.onednn_rotation import Rotation
 from regraft.optimize.engines.onednn_same import same_in_each_call
 from regraft.optimize.engines.onednn_spelling import respelled
@@ -59,6 +68,7 @@ class Values(Images):
         numbers: The numbers that are made of sizes.
         results: The tensors among the results that are steady, and None for each of the others.
         respelled: The calls that are spelled otherwise, as functions of the values of the nodes.
+        pixels: The linear layers that are computed as convolutions, and what goes into their kernels.
         renewing: What is called where a node would write into its argument, and need not.
         attentions: The calls of fused attention that can be written out,
         attending: how many seconds they took in the sample, and
@@ -79,6 +89,7 @@ class Values(Images):
         self.numbers: dict[Node, float] = {}
         self.results: list[Tensor | None] = []
         self.respelled: dict[Node, Callable[[Mapping[Node, Any]], Tensor]] = {}
+        self.pixels: dict[Node, PixelLayer | None] = {}
         self.renewing: dict[Node, Callable[..., Tensor]] = {}
         self.attentions: dict[Node, WrittenAttention] = {}
         self.attending = 0.0
@@ -144,9 +155,21 @@ class Values(Images):
         if other is not None:
             self.respelled[n] = other
         self.respelled |= of_columns_read(n, self.gm, self.steady)
+        self._note_pixels(n, call, result)
         self._note_rotation(n, result)
         if call is not None and call.operation is ATTENTION:
             self._note_attention(n, call)
+
+    def _note_pixels(self, n: Node, call: Call | None, result: Tensor) -> None:
+        if self.writes or n in self.steady or order(result) != tuple(range(result.ndim)):
+            return
+        layer = PixelLayer.of(call, self.env, self.steady)
+        if layer is not None:
+            self.pixels[n] = layer
+        elif n not in self.by_torch and n not in self.respelled:
+            before = [a for a in n.all_input_nodes if a in self.pixels and goes_inside(n, a, self.gm)]
+            if any(self.forms[a] == self.forms[n] for a in before):
+                self.pixels[n] = None
 
     def _is_scaled(self, n: Node, result: Tensor) -> bool:
         if self._writes(n) or not is_factor(n, self.gm) or result.ndim != 4:
