@@ -28,7 +28,7 @@ Function = Callable[[Tensor], Tensor]
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """Convolutions are faster here; and what this was asked for."""
     sizes: list[torch.Size] = []
-    monkeypatch.setattr(onednn_pixels, "faster_by_pixels", lambda x, *_: sizes.append(x.shape) or True)
+    monkeypatch.setattr(onednn_pixels, "as_good_by_pixels", lambda x, *_: sizes.append(x.shape) or True)
     return sizes
 
 
@@ -142,7 +142,7 @@ def test_a_graph_that_writes_into_what_others_see_keeps_its_products(asked: list
 
 
 def test_a_slower_convolution_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onednn_pixels, "faster_by_pixels", lambda *_: False)
+    monkeypatch.setattr(onednn_pixels, "as_good_by_pixels", lambda *_: False)
     with torch.no_grad():
         _, _, groups = a_program(lambda x: layer(x).relu(), A)
     assert groups == ["linear+relu"]
@@ -162,7 +162,7 @@ def test_the_weight_is_not_copied(asked: list[torch.Size]) -> None:
 IN_A_PROCESS = """
 import torch
 from regraft.optimize.engines import onednn_pixels
-onednn_pixels.faster_by_pixels = lambda *_: True
+onednn_pixels.as_good_by_pixels = lambda *_: True
 from test_onednn_fusions import GATES, A, a_program
 for function, _ in GATES.values():
     a_program(function, A)

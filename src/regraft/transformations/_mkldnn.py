@@ -25,7 +25,7 @@ CONV_ADD, CONV_SUM = "convolution with addition", "convolution with addition in 
 TRANSPOSED = "transposed convolution"
 """The kinds of operator."""
 
-_BY_PIXEL = ([0, 0], [1, 1], [1, 1], 1)
+BY_PIXEL = ([0, 0], [1, 1], [1, 1], 1)
 """The geometry of a convolution whose kernel is one pixel."""
 
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -115,12 +115,12 @@ def sgemm(x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None, rows: 
 
 def pack_pixels(weight: Tensor, rows: int) -> Tensor:
     """The weight of a linear layer in the layout that oneDNN's convolution wants for inputs of `rows` rows."""
-    return pack_conv(kernel_of(weight), _BY_PIXEL, (1, weight.shape[1], 1, rows))
+    return pack_conv(kernel_of(weight), BY_PIXEL, (1, weight.shape[1], 1, rows))
 
 
 def by_pixels(x: Tensor, packed: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
     """`activation(x weight^T + bias)`, as a convolution for which each row is a pixel."""
-    return rows_of(conv(image_of(x), packed, bias, _BY_PIXEL, activation), x.shape[:-1])
+    return rows_of(conv(image_of(x), packed, bias, BY_PIXEL, activation), x.shape[:-1])
 
 
 def pack_conv(weight: Tensor, geometry: Sequence[Any], size: Sequence[int]) -> Tensor:

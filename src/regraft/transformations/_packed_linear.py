@@ -7,7 +7,6 @@ is timed once for a size, at the first call of that size.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,21 +18,23 @@ from torch.nn import functional as F
 from regraft.transformations import _mkldnn as mkldnn
 from regraft.transformations._activations import NONE, Activation
 from regraft.transformations._packed import SIZES, Packed
+from regraft.transformations._pixels import image_of
 
 PLAIN, ONEDNN, MKL, PIXELS = "plain", "onednn", "mkl", "pixels"
 FOR_ROWS = {MKL, PIXELS}
 """The ways that pack a weight for one number of rows."""
 PREFERENCE = {PLAIN: 0.95, ONEDNN: 1.0, MKL: 1.05, PIXELS: 1.05}
-"""The times are multiplied by this: a plain product needs no copy of the weight, oneDNN's one, others one per size."""
-IMAGE = 1.05
-"""A convolution may take so many times a product's time: here, rows become an image in Python first."""
-ROUNDS, FEW_ROUNDS, LONG = 4, 2, 0.02
-"""How often each way is timed, and how often where that takes so many seconds; its shortest time counts."""
+"""Times are multiplied by this: a plain product needs no copy of the weight, oneDNN's one, and others one a size."""
+AS_GOOD = 1.1
+"""In a program a convolution may take so many times a product's time: what follows costs nothing in its kernel."""
+ROUNDS, FEW_ROUNDS, LONG = 8, 2, 0.02
+"""How often each way is timed, and how often where one takes so many seconds; its shortest time counts."""
 PACKS = 2
 """So many copies of a weight are kept that are packed for one number of rows each."""
 
-_TIMES: dict[Any, dict[str, float]] = {}
-"""The seconds of each way, for a size."""
+_RANKED: dict[Any, tuple[str, ...]] = {}
+_BY_PIXELS: dict[Any, bool] = {}
+"""What was found for a size."""
 
 
 class PackedLinear(Packed, nn.Linear):
@@ -83,12 +84,21 @@ def ranked(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, activation
     """
     if torch.are_deterministic_algorithms_enabled():  # what is the fastest may be another in another process
         return (PLAIN,)
-    times = _times(x, weight, bias, rows, activation)
-    return tuple(sorted(times, key=lambda way: times[way] * PREFERENCE[way]))
+    size = _size(weight, bias, rows, activation)
+    if size not in _RANKED:
+        ways = [PLAIN]
+        ways += [ONEDNN] if mkldnn.computed_in(mkldnn.LINEAR, weight.dtype, activation) is not None else []
+        ways += [MKL] if mkldnn.works(mkldnn.MKL, weight.dtype) else []
+        ways += [PIXELS] if rows > 1 and mkldnn.computed_in(mkldnn.PIXELS, weight.dtype, activation) is not None else []
+        packs = {way: _pack(way, weight, rows) for way in ways}
+        times = seconds(*(_computing(way, packs[way], x, weight, bias, rows, activation) for way in ways))
+        weighed = {way: its * PREFERENCE[way] for way, its in zip(ways, times, strict=True)}
+        _RANKED[size] = tuple(sorted(ways, key=weighed.__getitem__))
+    return _RANKED[size]
 
 
-def faster_by_pixels(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether oneDNN computes a layer faster as a convolution than as a product, in a program that has the image.
+def as_good_by_pixels(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether oneDNN computes a layer as fast as a convolution as by a product, in a program that has the image.
 
     Args:
         x: (..., in_features).
@@ -96,36 +106,30 @@ def faster_by_pixels(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         bias: (out_features,), or None.
     """
     rows = x.numel() // weight.shape[1]
-    if torch.are_deterministic_algorithms_enabled() or not _has_pixels(weight, rows, NONE):
+    if torch.are_deterministic_algorithms_enabled() or rows < 2 or not mkldnn.works(mkldnn.PIXELS, weight.dtype):
         return False
-    times = _times(x, weight, bias, rows, NONE)
-    return times[PIXELS] < IMAGE * times.get(ONEDNN, math.inf)
+    size = _size(weight, bias, rows, NONE)
+    if size not in _BY_PIXELS:
+        image, packed = image_of(x), mkldnn.pack_pixels(weight, rows)
+        product = _computing(ONEDNN, _pack(ONEDNN, weight, rows), x, weight, bias, rows, NONE)
+        by_pixels, by_product = seconds(lambda: mkldnn.conv(image, packed, bias, mkldnn.BY_PIXEL, NONE), product)
+        _BY_PIXELS[size] = by_pixels < AS_GOOD * by_product
+    return _BY_PIXELS[size]
 
 
-def _times(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, activation: Activation) -> dict[str, float]:
-    size = (rows - 1).bit_length(), weight.shape, weight.dtype, bias is not None, activation, torch.get_num_threads()
-    if size not in _TIMES:
-        ways = [PLAIN]
-        ways += [ONEDNN] if mkldnn.computed_in(mkldnn.LINEAR, weight.dtype, activation) is not None else []
-        ways += [MKL] if mkldnn.works(mkldnn.MKL, weight.dtype) else []
-        ways += [PIXELS] if _has_pixels(weight, rows, activation) else []
-        packs = {way: _pack(way, weight, rows) for way in ways}
-        _TIMES[size] = {way: seconds(_computing(way, packs[way], x, weight, bias, rows, activation)) for way in ways}
-    return _TIMES[size]
+def _size(weight: Tensor, bias: Tensor | None, rows: int, activation: Activation) -> tuple[Any, ...]:
+    return (rows - 1).bit_length(), weight.shape, weight.dtype, bias is not None, activation, torch.get_num_threads()
 
 
-def _has_pixels(weight: Tensor, rows: int, activation: Activation) -> bool:
-    return rows > 1 and mkldnn.computed_in(mkldnn.PIXELS, weight.dtype, activation) is not None
-
-
-def seconds(call: Callable[[], Any]) -> float:
-    """The shortest time of a call, in seconds."""
-    times: list[float] = []
-    while len(times) < (ROUNDS if sum(times) < LONG else FEW_ROUNDS):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return min(times)
+def seconds(*calls: Callable[[], Any]) -> list[float]:
+    """The shortest time of each call, in seconds; they take turns, so that what disturbs one disturbs all."""
+    times: list[list[float]] = [[] for _ in calls]
+    while len(times[0]) < (ROUNDS if max(map(sum, times)) < LONG else FEW_ROUNDS):
+        for call, its in zip(calls, times, strict=True):
+            start = time.perf_counter()
+            call()
+            its.append(time.perf_counter() - start)
+    return list(map(min, times))
 
 
 def _computing(*arguments: Any) -> Callable[[], Tensor]:

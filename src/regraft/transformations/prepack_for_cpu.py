@@ -26,11 +26,12 @@ class PrepackForCpu(Rewrite):
 
     `activation(W x + b + other)` in one call of oneDNN, which finds the weight in the layout that it works in. Between
     convolutions values are channels last; outputs, and views that need it, get back the layout of the capture. A linear
-    layer is computed by the fastest of three ways, timed at the first call of about so many rows: torch's own product,
-    oneDNN's packed one, or in float32 MKL's, which packs for one number of rows, one that comes twice running. So the
-    first of several equal calls may round otherwise than the next, and another process than this one;
-    `torch.use_deterministic_algorithms(True)` leaves it at torch's own. Of what follows a linear layer only the
-    activation is fused in: oneDNN's addition is many times slower there than torch's.
+    layer is computed in the fastest way, timed at the first call of about so many rows: by torch's own product, by
+    oneDNN's packed one, in float32 by MKL's, or without AVX-512 by oneDNN's convolution, for which each row is a pixel.
+    The last two pack for one number of rows, one that comes twice running. So the first of several equal calls may
+    round otherwise than the next, and another process than this one; `torch.use_deterministic_algorithms(True)` leaves
+    it at torch's own. Of what follows a linear layer only the activation is fused in: oneDNN's addition is many times
+    slower in its product than torch's.
 
     Transposed convolutions are packed over two axes, and others over one to three; in float32 those over one axis only
     with groups, because oneDNN's are no faster else. Every call is right at every size; a new image size packs again,
@@ -38,7 +39,7 @@ class PrepackForCpu(Rewrite):
     result rounded once, which is many times faster than torch's own; its packed copy is then in float32. Gradients,
     autocast, tracing and other devices get the plain layers. The layers stay what they are (`nn.Linear`, `nn.Conv2d`,
     the same parameters), and saving, copying and moving them is as before. A packed copy takes the weight's memory once
-    more (MKL's: once for each of the last two numbers of rows).
+    more (what packs for a number of rows: once for each of the last two).
 
     Example:
         >>> import torch, regraft as rg

@@ -14,7 +14,7 @@ from torch.fx import Node
 from torch.nn import functional as F
 
 from regraft.core.vocabulary import LINEAR, Call
-from regraft.transformations._packed_linear import faster_by_pixels
+from regraft.transformations._packed_linear import as_good_by_pixels
 from regraft.transformations._pixels import image_of, kernel_of
 
 
@@ -51,7 +51,7 @@ class PixelLayer:
         if not x.is_cpu or x.dtype is not weight.dtype or weight.ndim != 2 or min(weight.shape) < 2 or not x.numel():
             return None  # an image of one channel may be read in either layout
         weight, bias = weight.detach(), None if bias is None else bias.detach()
-        return cls(call.input, kernel_of(weight), bias) if faster_by_pixels(x, weight, bias) else None
+        return cls(call.input, kernel_of(weight), bias) if as_good_by_pixels(x, weight, bias) else None
 
     def compute(self, env: Mapping[Node, Any]) -> Tensor:
         """The result, (1, out_features, 1, rows).
