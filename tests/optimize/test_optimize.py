@@ -241,11 +241,6 @@ def test_what_does_not_run_without_an_undecided_step_keeps_it(monkeypatch) -> No
 SLOW = 0.1  # seconds of a call: twelve pairs of them take longer than the half second that a step is measured
 
 
-def slow(found: Comparison) -> Comparison:
-    """What was found of two programs, if their calls take so long."""
-    return replace(found, baseline_seconds=SLOW, candidate_seconds=SLOW)
-
-
 @pytest.mark.parametrize("together", [FASTER, SAME])
 def test_steps_of_a_slow_model_are_measured_together(monkeypatch, together: Comparison) -> None:
     given = []
@@ -375,7 +370,7 @@ def test_what_costs_accuracy_or_memory_is_measured_alone_in_a_slow_model_too(mon
 
     monkeypatch.setattr(steps.Stepper, "_compared", spied)
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.GELU()).eval()
-    times(monkeypatch, slow(packing), SLOWER, *([] if packing is FASTER else [FASTER]), SAME, FASTER)
+    times(monkeypatch, packing, SLOWER, *([] if packing is FASTER else [FASTER]), SAME, FASTER, call=SLOW)
     chosen = [rg.FoldBatchNorm(), rg.ReplaceActivation(), rg.PrepackForCpu()]
     result = run(model, (torch.randn(1, 3, 6, 6),), transformations=chosen)
     fold, other, pack = "FoldBatchNorm", "ReplaceActivation", "PrepackForCpu"
@@ -389,30 +384,44 @@ def test_what_costs_accuracy_or_memory_is_measured_alone_in_a_slow_model_too(mon
     assert [step.kept for step in result.steps] == [False, False, True]
 
 
-@pytest.mark.parametrize("together", [FASTER, SLOWER])
-def test_steps_of_a_slow_model_are_measured_between_packed_layers(monkeypatch, together: Comparison) -> None:
-    compared_graphs, counts, steppers, real = [], [], [], steps.Stepper._compared
+@pytest.mark.parametrize("together", [FASTER, SAME, SLOWER])
+def test_what_packs_is_measured_with_the_other_steps_of_a_slow_model(monkeypatch, together: Comparison) -> None:
+    counts, pairs, real = [], [], steps.Stepper._compared
 
     def spied(self, before, made, **limits):
-        steppers.append(self)
-        compared_graphs.append((before, made))
+        pairs.append(limits)
         counts.append((packed_layers(before), packed_layers(made)))
         return real(self, before, made, **limits)
 
     monkeypatch.setattr(steps.Stepper, "_compared", spied)
-    alone = [FASTER, SLOWER] if together is SLOWER else []
-    times(monkeypatch, slow(FASTER), together, *alone, FASTER)
+    alone = [FASTER, FASTER, SLOWER] if together is SLOWER else []
+    times(monkeypatch, together, *alone, FASTER, call=SLOW)
     model, x = heads(), image()
     result = run(model, (x,), transformations=[*PAIR, rg.PrepackForCpu()])
-    assert counts == [(0, 3), (3, 2), *([(3, 3), (3, 2)] if alone else [])]
-    assert compared_graphs[0][1] is compared_graphs[1][0], "what is packed already is not packed again"
-    assert steppers[0]._packing is steppers[0]._packed is None, "nor kept for longer"
-    assert [step.kept for step in result.steps] == [True, together is FASTER, True]
+    assert counts == [(0, 2), *([(0, 3), (3, 3), (3, 2)] if alone else [])]
+    assert pairs == [{"max_pairs": 12}, *[{}] * len(alone)]
+    kept = {FASTER: [True] * 3, SAME: [False] * 3, SLOWER: [True, False, True]}
+    assert [step.kept for step in result.steps] == kept[together]
     standing = tuple(record for step in result.steps if step.kept for record in step.records)
     assert standing == tuple(rg.history(result.graph_module))
     result.undo()
     with torch.no_grad():
         assert all(map(torch.equal, result.graph_module(x), model(x)))
+
+
+def test_what_is_packed_already_is_not_packed_again(monkeypatch) -> None:
+    compared_graphs, steppers, real = [], [], steps.Stepper._compared
+
+    def spied(self, before, made, **limits):
+        steppers.append(self)
+        compared_graphs.append((before, made))
+        return real(self, before, made, **limits)
+
+    monkeypatch.setattr(steps.Stepper, "_compared", spied)
+    times(monkeypatch, FASTER, SAME, SAME, FASTER, FASTER)
+    run(heads(), (image(),), transformations=[*PAIR, rg.PrepackForCpu()])
+    assert compared_graphs[0][1] is compared_graphs[-1][0]
+    assert steppers[0]._packing is steppers[0]._packed is None, "nor kept for longer"
 
 
 def test_where_weights_are_large_nothing_waits(monkeypatch) -> None:

@@ -58,25 +58,31 @@ class Stepper:
         self._undecided: list[int] = []
         self._packing: _Packing | None = None  # what packs, where it pays
         self._packed: GraphModule | None = None  # the graph as it stands, packed
-        self._call: float | None = None  # how long a call of it takes, in seconds
-        self._together: bool | None = None  # whether steps wait for one measurement of all of them
+        self._together: bool | None = None  # whether steps wait for one measurement of all of them,
+        self._with_packing = False  # and what packs, too
 
-    def anticipate(self, packing: Transformation) -> None:
+    def anticipate(self, packing: Transformation, others: Sequence[Transformation]) -> None:
         """Measure what packs first, and if it pays, the other steps between packed layers: so they will run in the end.
 
-        A merged layer may be slower than three where it is plain, and faster where it is packed.
+        A merged layer may be slower than three where it is plain, and faster where it is packed. In a slow model what
+        packs waits with the others, unless one of those is measured alone.
 
         Args:
             packing: The transformation that packs; it is the last to be taken.
+            others: What is taken before it.
         """
         if not self._measured or self.graph.large:
             return
+        self._with_packing = self._is_slow() and all(other.preserves_computation for other in others)
+        if not self._with_packing:
+            self._measure_packing(packing)
+
+    def _measure_packing(self, packing: Transformation) -> None:
         try:
             packed, records = _applied(packing, copy.copy(self.graph.gm))
             if not any(step.applied for step in records):
                 return
             found = self._compared(self.graph.gm, packed)
-            self._call = min(found.baseline_seconds, found.candidate_seconds)
             if found.faster:
                 self._packing, self._packed = _Packing(packing, found, packed, records), packed
         except Exception as error:  # whatever a graph raises that was rewritten wrongly; `take` says so
@@ -102,7 +108,7 @@ class Stepper:
             self.graph.gm = made
             self.results.append(replace(result, kept=True, reason='kept unmeasured, as keep="all" asks'))
             return
-        if self._waits(transformation, before):
+        if self._waits(transformation):
             self._undecided.append(len(self.results))
             self.graph.gm, self._packed = made, None
             self.results.append(replace(result, kept=True))
@@ -131,13 +137,18 @@ class Stepper:
         self.graph.gm, self._packed = made, packed
         self.results.append(replace(result, kept=True, reason=comparison.reason))
 
-    def _waits(self, transformation: Transformation, before: GraphModule) -> bool:
-        """Whether a step is measured with others alone: not one that costs accuracy or memory for what it gains."""
-        if not transformation.preserves_computation or type(transformation).__name__ in PACKING or self.graph.large:
+    def _waits(self, transformation: Transformation) -> bool:
+        """Whether a step is measured with others alone: not one that costs accuracy, nor by itself one that packs."""
+        packs = type(transformation).__name__ in PACKING
+        if not transformation.preserves_computation or self.graph.large or (packs and not self._with_packing):
             return False
+        return self._is_slow()
+
+    def _is_slow(self) -> bool:
+        """Whether to measure each step alone would take longer than was asked."""
         if self._together is None:
-            run = self.graph.runner(before.forward, shorter=True)
-            self._together = 2 * MIN_PAIRS * (self._call or min(_time_of(run), _time_of(run))) > self._seconds
+            run = self.graph.runner(self._captured.forward, shorter=True)
+            self._together = 2 * MIN_PAIRS * min(_time_of(run), _time_of(run)) > self._seconds
         return self._together
 
     def _repacked(self, gm: GraphModule) -> GraphModule:
@@ -159,7 +170,7 @@ class Stepper:
         alone = all(self.results[index].comparison is not None for index in undecided)
         try:
             left_out, records = self._without(undecided)
-            few = {} if alone else {"max_pairs": _TOGETHER_PAIRS}
+            few = {} if alone else {"max_pairs": MIN_PAIRS if self._with_packing else _TOGETHER_PAIRS}
             comparison = self._compared(left_out, self.graph.gm, **few)
             if comparison.slower and comparison.pairs < _TOGETHER_PAIRS:  # to time each alone takes longer than a look
                 comparison = self._compared(left_out, self.graph.gm, **few)
@@ -192,6 +203,9 @@ class Stepper:
         """Begin again with the graph as it was captured, and measure each step."""
         taken, self._taken, self.results = self._taken, [], []
         self.graph.gm, self._packed, self._together = copy.copy(self._captured), None, False
+        if self._with_packing:
+            self._with_packing = False
+            self._measure_packing(taken[-1])
         for transformation in taken:
             self.take(transformation)
         self.settle()
@@ -225,8 +239,8 @@ class Stepper:
             return
         self.graph.gm, records = _applied(transformation, self.graph.gm)
         result = result_of(self.graph.name, transformation, records)
-        kept = bool(result.applied)
-        self.results.append(replace(result, kept=kept, reason=f"as in {other.graph}" if kept else why_nothing(records)))
+        reason = f"as in {other.graph}" if result.applied else why_nothing(records)
+        self.results.append(replace(result, kept=bool(result.applied), reason=reason))
 
     def take_back(self, index: int, reason: str) -> None:
         """Undo what one of the results stands for.
@@ -258,7 +272,6 @@ def _without_remarks() -> Iterator[None]:
     def remark(record: logging.LogRecord) -> bool:
         return record.thread != thread or "rewrote nothing" not in record.msg
 
-    logger = logging.getLogger("regraft")
     logger.addFilter(remark)
     try:
         yield

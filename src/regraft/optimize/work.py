@@ -147,7 +147,7 @@ class Work:
             last = self.settings.chosen[-1:]
             if example is None and last and type(last[0]).__name__ in PACKING:
                 self.progress.next(f"{stepper.graph.name}: {type(last[0]).__name__} alone")
-                stepper.anticipate(last[0])
+                stepper.anticipate(last[0], self.settings.chosen[:-1])
             for index, transformation in enumerate(self.settings.chosen):
                 self.progress.next(f"{stepper.graph.name}: {type(transformation).__name__.lstrip('_')}")
                 if example is None:
