@@ -141,6 +141,26 @@ def test_a_graph_that_writes_into_what_others_see_keeps_its_products(asked: list
     assert not asked
 
 
+def turned_into(x: Tensor) -> Tensor:
+    halves = torch.cat((-x[..., 5:], x[..., :5]), -1)
+    return F.linear(x, weight(10, 10)) + halves * W10
+
+
+def turned(x: Tensor) -> Tensor:
+    halves = torch.cat((-x[..., 5:], x[..., :5]), -1)
+    return F.linear(x, weight(10, 10)) * x.exp() + halves * W10
+
+
+@pytest.mark.parametrize("function", [turned_into, turned])
+def test_what_turns_rows_stays_as_it_is_spelled(function: Function, asked: list[torch.Size]) -> None:
+    with torch.no_grad():
+        known = Forms(symbolic_trace(Of(function)), [A]).known
+        assert known.respelled
+        assert [layer is not None for layer in known.pixels.values()] == [True]
+        for x in (A, torch.randn(A.shape)):
+            torch.testing.assert_close(built(Of(function), A)([x])[0], Of(function)(x), rtol=1e-5, atol=1e-5)
+
+
 def test_a_slower_convolution_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onednn_pixels, "as_good_by_pixels", lambda *_: False)
     with torch.no_grad():

@@ -155,8 +155,8 @@ class Values(Images):
         if other is not None:
             self.respelled[n] = other
         self.respelled |= of_columns_read(n, self.gm, self.steady)
-        self._note_pixels(n, call, result)
         self._note_rotation(n, result)
+        self._note_pixels(n, call, result)
         if call is not None and call.operation is ATTENTION:
             self._note_attention(n, call)
 
@@ -191,6 +191,8 @@ class Values(Images):
             spelled = turning.spelled(self.steady.get(turning.sine), self.gm)
             self.respelled |= spelled
             self.by_torch.update(spelled)
+            for node in spelled:
+                self.pixels.pop(node, None)
             if turning.straight in spelled:
                 self.viewed.update((turning.straight, *turning.straight.all_input_nodes))
 
