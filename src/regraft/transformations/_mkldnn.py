@@ -205,7 +205,7 @@ def _has(kind: str, dtype: torch.dtype) -> bool:
     if not torch.backends.mkldnn.is_available() or not bool(torch._C._get_mkldnn_enabled()):
         return False
     if kind == PIXELS and not (dtype is torch.float32 and _without_avx512()):
-        return False  # with AVX-512 oneDNN's products are near the processor's limit
+        return False  # with AVX-512 it has not been measured
     return dtype is torch.float32 or bool(getattr(torch.ops.mkldnn, _HALVES[dtype], bool)())
 
 
