@@ -54,6 +54,7 @@ FUSED: dict[str, tuple[Function, list[str]]] = {
     "a sum and more": (lambda x: torch.relu(layer(x) + x).square(), ["_convolution+add+relu+square"]),
     "a multiple": (lambda x: torch.add(x, layer(x), alpha=2.5), ["_convolution+mul+add"]),
     "two layers": (lambda x: layer(x) + F.linear(x, weight(10, 10)), ["_convolution", "_convolution+add"]),
+    "of another batch": (lambda x: layer(x.exp()) + layer(x[:1]), ["_convolution", "_convolution+add"]),
     "a gate": (
         lambda x: layer(x) * F.silu(F.linear(x, weight(10, 10))),
         ["_convolution+sigmoid+mul", "_convolution+mul"],
@@ -65,6 +66,7 @@ FUSED: dict[str, tuple[Function, list[str]]] = {
     "written": (lambda x: layer(x).relu_() + 1, ["_convolution+relu+add"]),
     "a transposed sequence": (lambda x: layer(x.mT.contiguous().mT) + x, ["_convolution+add"]),
     "one that stays so": (lambda x: (layer(x.mT.contiguous().mT + 1) + x).mT, ["_convolution+add"]),
+    "a product that lies otherwise": (lambda x: x.mT.contiguous().mT * layer(x), ["_convolution"]),
     "every second row": (lambda x: layer(x[:, ::2]).relu(), ["_convolution+relu"]),
     "a matrix": (lambda x: layer(x[0]).tanh(), ["_convolution+tanh"]),
     "rows of one each": (lambda x: F.relu(layer(x.reshape(12, 1, 10))), ["_convolution+relu"]),
@@ -87,6 +89,31 @@ def test_what_follows_goes_into_the_kernel(name: str, asked: list[torch.Size]) -
             result, expected = run(x), Of(function)(x)
             torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
             assert result.stride() == expected.stride()
+
+
+def read_by_two(x: Tensor) -> Tensor:
+    stream = F.gelu(layer(x))
+    return (layer(x.exp()) + stream).relu() * (layer(x.tanh()) + stream).relu()
+
+
+def read_by_sums(x: Tensor) -> Tensor:
+    stream = layer(x) + x
+    first = layer(x) + stream
+    return (layer(first) + stream).softmax(-1)
+
+
+def read_by_products(x: Tensor) -> Tensor:
+    stream = layer(x).relu()
+    return (layer(x.exp()) + stream) @ x.mT + (layer(x.tanh()) + stream) @ x.mT
+
+
+@pytest.mark.parametrize("function", [read_by_two, read_by_sums, read_by_products])
+def test_what_several_kernels_read_is_written_by_none(function: Function, asked: list[torch.Size]) -> None:
+    with torch.no_grad():
+        run = built(Of(function), A)
+        for x in (A, torch.randn(A.shape), torch.randn(A.shape)):
+            torch.testing.assert_close(run([x])[0], Of(function)(x), rtol=1e-4, atol=1e-5)
+    assert asked
 
 
 class Block(nn.Module):
@@ -119,13 +146,14 @@ def test_the_results_are_as_near_to_float64_as_torchs(asked: list[torch.Size]) -
         lambda x: F.linear(x, W10),
         lambda x: F.linear(x[:, :0], weight(9, 10)),
         lambda x: x @ weight(10, 10),
-        lambda x: x + F.linear(weight(6, 10), weight(10, 10)),  # the same in each call
+        lambda x: F.linear(x, weight(10, 10), weight(10, 10).mean(0) * x[0, 0, 0]),  # a bias that is computed
+        lambda x: x + F.linear(weight(2, 6, 10), weight(10, 10)),  # the same in each call
     ],
 )
 def test_what_stays_a_product(function: Function, asked: list[torch.Size]) -> None:
     with torch.no_grad():
         forms = Forms(symbolic_trace(Of(function)), [A.clone()])
-        assert not any(forms.known.pixels.values())
+        assert not forms.known.by_pixels
         (found,) = built(Of(function), A.clone())([A.clone()])
     torch.testing.assert_close(found, Of(function)(A.clone()))
 
@@ -137,7 +165,7 @@ def test_a_graph_that_writes_into_what_others_see_keeps_its_products(asked: list
         return y.relu()
 
     with torch.no_grad():
-        assert not Forms(symbolic_trace(Of(writes)), [A]).known.pixels
+        assert not Forms(symbolic_trace(Of(writes)), [A]).known.by_pixels
     assert not asked
 
 
@@ -156,7 +184,8 @@ def test_what_turns_rows_stays_as_it_is_spelled(function: Function, asked: list[
     with torch.no_grad():
         known = Forms(symbolic_trace(Of(function)), [A]).known
         assert known.respelled
-        assert [layer is not None for layer in known.pixels.values()] == [True]
+        assert len(known.by_pixels) == 1
+        assert not known.inside
         for x in (A, torch.randn(A.shape)):
             torch.testing.assert_close(built(Of(function), A)([x])[0], Of(function)(x), rtol=1e-5, atol=1e-5)
 
@@ -173,7 +202,7 @@ def test_the_weight_is_not_copied(asked: list[torch.Size]) -> None:
     with torch.no_grad():
         known = onednn_values.Values(symbolic_trace(model), images=True)
         known.run(A)
-    (found,) = (pixel for pixel in known.pixels.values() if pixel is not None)
+    (found,) = known.by_pixels.values()
     assert found.kernel.data_ptr() == model[0].weight.data_ptr()
     assert found.bias is not None
     assert found.bias.data_ptr() == model[0].bias.data_ptr()

@@ -111,9 +111,8 @@ class _Run(Images):
             return known.numbers[n]
         if self._forms.attention != "fused" and n in known.attentions:
             return self._written_out(known.attentions[n])
-        layer = known.pixels.get(n)
-        if layer is not None:
-            result = layer.compute(self.env)
+        if n in known.by_pixels:
+            result = known.by_pixels[n].compute(self.env)
         elif n in known.respelled:
             result = known.respelled[n]({argument: self.given(n, argument) for argument in n.all_input_nodes})
         elif n in known.renewing:
@@ -121,7 +120,7 @@ class _Run(Images):
             result = known.renewing[n](*args, **kwargs)
         else:
             result = super().run_node(n)
-        if n in known.pixels:
+        if n in known.by_pixels or n in known.inside:
             self._images[n] = result
             result = rows_of(result, known.forms[n][0][:-1])
         result = result.clone() if n in known.rows else result
@@ -135,10 +134,10 @@ class _Run(Images):
         return attention.compute(self.env, self._masks[key, dtype] if key is not None else None, dtype)
 
     def given(self, n: Node, argument: Node) -> Any:
-        if n not in self._known.pixels:
+        inside = self._known.inside.get(n)
+        if inside is None:
             return self._given(n, argument)
-        readers = (self._known.pixels.get(reader, self) for reader in argument.users)
-        if argument in self._images and not any(readers):  # all of them are in its kernel, too
+        if argument in inside:
             return self._images[argument]
         value = self._given(n, argument)
         return image_of(value) if isinstance(value, Tensor) and value.ndim else value

@@ -68,7 +68,8 @@ class Values(Images):
         numbers: The numbers that are made of sizes.
         results: The tensors among the results that are steady, and None for each of the others.
         respelled: The calls that are spelled otherwise, as functions of the values of the nodes.
-        pixels: The linear layers that are computed as convolutions, and what goes into their kernels.
+        by_pixels: The linear layers that are computed as convolutions.
+        inside: What goes into their kernels, with those arguments that are in the same kernel.
         renewing: What is called where a node would write into its argument, and need not.
         attentions: The calls of fused attention that can be written out,
         attending: how many seconds they took in the sample, and
@@ -89,7 +90,8 @@ class Values(Images):
         self.numbers: dict[Node, float] = {}
         self.results: list[Tensor | None] = []
         self.respelled: dict[Node, Callable[[Mapping[Node, Any]], Tensor]] = {}
-        self.pixels: dict[Node, PixelLayer | None] = {}
+        self.by_pixels: dict[Node, PixelLayer] = {}
+        self.inside: dict[Node, set[Node]] = {}
         self.renewing: dict[Node, Callable[..., Tensor]] = {}
         self.attentions: dict[Node, WrittenAttention] = {}
         self.attending = 0.0
@@ -165,11 +167,13 @@ class Values(Images):
             return
         layer = PixelLayer.of(call, self.env, self.steady)
         if layer is not None:
-            self.pixels[n] = layer
+            self.by_pixels[n] = layer
         elif n not in self.by_torch and n not in self.respelled:
-            before = [a for a in n.all_input_nodes if a in self.pixels and goes_inside(n, a, self.gm)]
-            if any(self.forms[a] == self.forms[n] for a in before):
-                self.pixels[n] = None
+            images = [a for a in n.all_input_nodes if a in self.by_pixels or a in self.inside]
+            images = [a for a in images if self.forms[a] == self.forms[n]]
+            inside = {a for a in images if goes_inside(n, a, self.gm)}
+            if inside:  # what else reads the image might find in it what this kernel has written there
+                self.inside[n] = inside | {a for a in images if set(a.users) <= {n, *inside}}
 
     def _is_scaled(self, n: Node, result: Tensor) -> bool:
         if self._writes(n) or not is_factor(n, self.gm) or result.ndim != 4:
@@ -192,7 +196,7 @@ class Values(Images):
             self.respelled |= spelled
             self.by_torch.update(spelled)
             for node in spelled:
-                self.pixels.pop(node, None)
+                self.inside.pop(node, None)
             if turning.straight in spelled:
                 self.viewed.update((turning.straight, *turning.straight.all_input_nodes))
 
