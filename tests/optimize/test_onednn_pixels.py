@@ -60,6 +60,7 @@ FUSED: dict[str, tuple[Function, list[str]]] = {
         ["_convolution+sigmoid+mul", "_convolution+mul"],
     ),
     "swish": (lambda x: layer(x) * layer(x).sigmoid(), ["_convolution+sigmoid+mul"]),
+    "swish of one": (lambda x: (y := layer(x)) * y.sigmoid(), ["_convolution+sigmoid+mul"]),
     "one after the other": (lambda x: layer(F.relu(layer(x))), ["_convolution+relu", "_convolution"]),
     "halves": (halves, ["_convolution", "silu+mul"]),
     "a stream": (read_after, ["_convolution+add", "_convolution+relu", "_convolution+add"]),
