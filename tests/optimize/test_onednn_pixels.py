@@ -148,7 +148,6 @@ def test_the_results_are_as_near_to_float64_as_torchs(asked: list[torch.Size]) -
         lambda x: F.linear(x[:, :0], weight(9, 10)),
         lambda x: x @ weight(10, 10),
         lambda x: F.linear(x, weight(10, 10), weight(10, 10).mean(0) * x[0, 0, 0]),  # a bias that is computed
-        lambda x: x + F.linear(weight(2, 6, 10), weight(10, 10)),  # the same in each call
     ],
 )
 def test_what_stays_a_product(function: Function, asked: list[torch.Size]) -> None:
@@ -157,6 +156,23 @@ def test_what_stays_a_product(function: Function, asked: list[torch.Size]) -> No
         assert not forms.known.by_pixels
         (found,) = built(Of(function), A.clone())([A.clone()])
     torch.testing.assert_close(found, Of(function)(A.clone()))
+
+
+def test_what_is_the_same_in_each_call_is_not_computed(asked: list[torch.Size]) -> None:
+    class Known(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.given, self.weight = nn.Parameter(weight(2, 6, 10)), nn.Parameter(weight(10, 10))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + F.linear(self.given, self.weight).relu()
+
+    with torch.no_grad():
+        known = Forms(symbolic_trace(Known()), [A]).known
+        assert not known.by_pixels
+        assert not known.inside
+        torch.testing.assert_close(built(Known(), A)([A])[0], Known()(A))
+    assert not asked
 
 
 def test_a_graph_that_writes_into_what_others_see_keeps_its_products(asked: list[torch.Size]) -> None:

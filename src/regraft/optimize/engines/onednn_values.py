@@ -158,12 +158,12 @@ class Values(Images):
             self.respelled[n] = other
         self.respelled |= of_columns_read(n, self.gm, self.steady)
         self._note_rotation(n, result)
-        self._note_pixels(n, call, result)
+        self._note_pixels(n, call)
         if call is not None and call.operation is ATTENTION:
             self._note_attention(n, call)
 
-    def _note_pixels(self, n: Node, call: Call | None, result: Tensor) -> None:
-        if self.writes or n in self.steady or order(result) != tuple(range(result.ndim)):
+    def _note_pixels(self, n: Node, call: Call | None) -> None:
+        if self.writes or n in self.steady:
             return
         layer = PixelLayer.of(call, self.env, self.steady)
         if layer is not None:
