@@ -1,4 +1,4 @@
-"""Linear layers as convolutions for which each row is a pixel, where those are faster here.
+"""Linear layers as convolutions for which each row is a pixel, where those keep up with products here.
 
 What follows a layer has to be computed of the image, too, for only then does it go into the same kernel.
 """
@@ -34,7 +34,7 @@ class PixelLayer:
 
     @classmethod
     def of(cls, call: Call | None, env: Mapping[Node, Any], steady: Mapping[Node, Tensor]) -> PixelLayer | None:
-        """A call of a layer as a convolution; None where it is none, or is not faster so.
+        """A call of a layer as a convolution; None where it is none, or is slower so.
 
         Args:
             call: The call.
