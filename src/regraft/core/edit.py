@@ -20,6 +20,7 @@ from regraft.core.ordinary import outside_inference_mode
 from regraft.core.query import Facts
 from regraft.core.reversal import Reversal
 from regraft.core.states import MARKS, Key, Recorder, Slot, write_slot
+from regraft.core.values import value_of
 from regraft.core.vocabulary import Call, Weight, attribute
 from regraft.core.weights import Derivation, Same
 
@@ -77,7 +78,9 @@ class Edit:
         made = self._create(before or node, node.op, node.target, args, kwargs, None)
         value = node.meta.get("val")
         if isinstance(value, Tensor):
-            made.meta["val"] = value.to(next((n.meta["val"].dtype for n in instead.values() if "val" in n.meta), None))
+            made.meta["val"] = value.to(
+                next((v.dtype for n in instead.values() if (v := value_of(n)) is not None), None)
+            )
         return made
 
     def insert_weight(self, before: Node, name: str) -> Node:

@@ -14,7 +14,7 @@ from regraft.transformations import TRANSFORMATIONS
 # because nothing matches a packed layer any more. A name that this version of regraft does not have is passed over.
 _SIMPLIFY = ("RemoveDeadWork", "FoldBatchNorm", "SumConvs", "FusePad", "ReplaceEinsum", "ReplaceMatmul")
 _FUSE = ("FuseAttention", "FuseNorm", "FuseGelu", "HoistActivation", "FoldScale", "ChangeTrueDivToMulByInverse")
-_TIDY = ("RemoveDeadWork",)  # what was there for a norm that is folded, or made of weights for a mask
+_TIDY = ("RemoveDeadWork", "RemoveUnreadRows")  # what was there for a norm that is folded; queries, before they merge
 _MERGE = ("MergeLinears", "MergeConvs")
 PACKING = ("PrepackForCpu",)
 OTHER_KERNELS = 4.0
@@ -30,7 +30,7 @@ PRESETS: dict[str, tuple[str, ...]] = {
     # also what changes the result by more than that; the error is shown
     "fast": (*_SIMPLIFY, *_FUSE, *_TIDY, "ReplaceActivation", *_MERGE, "ReducePrecision", *PACKING),
     # what a compiler does not find by itself, and nothing that it does better
-    "compile": (*_SIMPLIFY, "FuseAttention", *_MERGE),
+    "compile": (*_SIMPLIFY, "FuseAttention", "RemoveUnreadRows", *_MERGE),
 }
 
 

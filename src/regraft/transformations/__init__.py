@@ -19,6 +19,7 @@ from regraft.transformations.prepack_for_cpu import PrepackForCpu
 from regraft.transformations.quantize import Quantize
 from regraft.transformations.reduce_precision import ReducePrecision
 from regraft.transformations.remove_dead_work import RemoveDeadWork
+from regraft.transformations.remove_unread_rows import RemoveUnreadRows
 from regraft.transformations.replace_activation import ReplaceActivation
 from regraft.transformations.replace_einsum import ReplaceEinsum
 from regraft.transformations.replace_matmul import ReplaceMatmul
@@ -32,6 +33,7 @@ TRANSFORMATIONS = (
     FuseBatchNorm1dInLinear,
     FoldBatchNorm,
     RemoveDeadWork,
+    RemoveUnreadRows,
     FuseGelu,
     FusePad,
     HoistActivation,
@@ -71,6 +73,7 @@ __all__ = [
     "Quantize",
     "ReducePrecision",
     "RemoveDeadWork",
+    "RemoveUnreadRows",
     "ReplaceActivation",
     "ReplaceEinsum",
     "ReplaceMatmul",
