@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.fx import symbolic_trace
 from torch.nn import functional as F
 
+from regraft.core.errors import NotCovered
 from regraft.optimize.engines import onednn_graph, onednn_values, written_attention
+from regraft.optimize.engines.flat import Engine, Flat
 from regraft.optimize.engines.onednn_forms import Forms
 
 
@@ -171,11 +173,38 @@ def test_a_finite_mask_hides_no_row_in_another_type(how: str) -> None:
 
 
 @torch.no_grad()
+def test_a_call_with_a_row_that_sees_nothing_is_run_by_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn_graph, "_is_faster", lambda *_: True)
+    module = Attention()
+    gm = graph(module, 3)
+    flat = Flat(gm, {"x": inputs()[0], "y": inputs()[1], "mask": mask_of("bool")})
+    engine = Engine(flat, onednn_graph.build(flat), gm)
+    for kind, same in (("bool", False), ("blind rows", True), ("nothing seen", True)):
+        given = [*inputs(seed=2), mask_of(kind, seed=2)]
+        found = engine(dict(zip(("x", "y", "mask"), given, strict=True)))
+        assert torch.equal(found, module(*given)) is same
+        torch.testing.assert_close(found, module(*given))
+
+
+@torch.no_grad()
+def test_rows_that_see_a_key_cost_nothing_in_a_layer() -> None:
+    run, forms = written(Attention(), [*inputs(), mask_of("bool")])
+    run([*inputs(), mask_of("bool")])
+    assert "masked_fill" not in str(torch.jit.last_executed_optimized_graph()).split("softmax")[-1]
+    assert len(forms(*inputs(), mask_of("bool"), *forms.beside)) == 2
+
+
+@torch.no_grad()
 def test_a_mask_may_hide_other_keys_than_in_the_sample() -> None:
     module = Attention()
     run, _ = written(module, [*inputs(), mask_of("bool")])
-    expect_right(run, module, [*inputs(), mask_of("nothing seen")])
-    expect_right(run, module, [*inputs(), mask_of("blind rows")])
+    for kind in ("nothing seen", "blind rows"):
+        with pytest.raises(NotCovered, match="each row see a key"):
+            run([*inputs(), mask_of(kind)])
+    expect_right(run, module, [*inputs(), mask_of("bool", seed=2)])
+    numbers, _ = written(module, [*inputs(), mask_of("infinite")])
+    with pytest.raises(NotCovered):
+        numbers([*inputs(), mask_of("blind rows of numbers")])
     blind = written(module, [*inputs(), mask_of("nothing seen")])[0]
     expect_right(blind, module, [*inputs(), mask_of("bool")])
 

@@ -280,8 +280,9 @@ def test_layers_that_are_called_twice() -> None:
 
 
 def test_gradients() -> None:
-    model = net(lambda m, x: m.other(m.norm(m.layer(x)))[:, 0])
+    model = net(lambda m, x: m.other(m.norm(m.layer(x)))[:, 0]).train()
     gm = RULE(rg.trace(model, TOKENS))
+    assert rg.history(gm)[-1].applied
     gm(*TOKENS).square().sum().backward()
     found = {name: weight.grad.clone() for name, weight in gm.named_parameters() if weight.grad is not None}
     model.zero_grad()

@@ -14,7 +14,7 @@ from regraft.core.edit import Edit
 from regraft.core.pattern import Match, Pattern
 from regraft.core.query import Facts, require
 from regraft.core.rewrite import Rewrite
-from regraft.core.vocabulary import ATTENTION, RESHAPE, read
+from regraft.core.vocabulary import ATTENTION, DROPOUT, RESHAPE, read
 from regraft.transformations._read_rows import ReadRows
 
 
@@ -63,7 +63,7 @@ class RemoveUnreadRows(Rewrite):
         found = ReadRows.of(value, match.owner)
         assert found is not None
         for node in found.needed:
-            require(facts.repeatable(node), facts.untouched(node))
+            require(_alike_for_fewer(node, facts), facts.untouched(node))
 
         made: dict[Node, Node] = {}
         taken: dict[tuple[Node, int], Node] = {}
@@ -84,6 +84,13 @@ class RemoveUnreadRows(Rewrite):
         edit.erase_unread(found.needed)
         size = value.meta["val"].shape[found.axis]
         return f"{len(made)} nodes compute {found.length} of {size} rows of {value.name!r}"
+
+
+def _alike_for_fewer(node: Node, facts: Facts) -> str | None:
+    call = read(node, facts.owner(node))
+    if call is None or call.module is None:
+        return facts.repeatable(node)
+    return facts.plain(call) or (facts.evaluating(call) if call.operation is DROPOUT else None)
 
 
 def _of_rows(node: Node, instead: dict[Node, Node], found: ReadRows, owner: GraphModule, edit: Edit) -> Node:

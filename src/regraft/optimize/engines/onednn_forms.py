@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from regraft.core.errors import NotCovered
 from regraft.core.vocabulary import attribute
 from regraft.optimize.engines.onednn_fusions import called
 from regraft.optimize.engines.onednn_layouts import Images, anew, begins_oddly, begun_anew, dense
@@ -33,6 +34,9 @@ class Forms(nn.Module):
 
     Along a first axis of one element any step will do. But where that is not the tensor's own, torch does not see that
     the channels of an image lie last. So such a tensor is looked at anew, as is what must not be fused any further.
+
+    Rows of attention that see no key become zeros. Where the sample has none, that is not asked in each layer: the
+    program says at the end whether there were any, and then its results are not taken.
 
     A constant that is added to a product, or multiplied with it, cannot be compiled, so constants are given beside the
     inputs. A few calls are spelled otherwise. Results that are the same in each call are no results of a program.
@@ -68,23 +72,30 @@ class Forms(nn.Module):
         self.attention: Attention = "fused"
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The results that are not the same in each call.
+        """The results that are not the same in each call, and whether some row has seen no key.
 
         Args:
             *inputs: Those of the graph, and `beside`.
         """
         given = inputs[: len(inputs) - len(self.beside)]
-        results = tensors(_Run(self, inputs[len(given) :]).run(*given))
-        return tuple(result for result, known in zip(results, self.known.results) if known is None)
+        run = _Run(self, inputs[len(given) :])
+        results = tensors(run.run(*given))
+        return (*(result for result, known in zip(results, self.known.results) if known is None), *run.blind)
 
     def complete(self, results: Sequence[Tensor]) -> list[Tensor]:
         """All results.
 
         Args:
-            results: Those that are not the same in each call.
+            results: What `forward` has given.
+
+        Raises:
+            NotCovered: Some row has seen no key.
         """
         others = iter(results)
-        return [next(others) if known is None else known.clone() for known in self.known.results]
+        complete = [next(others) if known is None else known.clone() for known in self.known.results]
+        if any(map(bool, others)):
+            raise NotCovered("the program was made for masks that let each row see a key")
+        return complete
 
 
 class _Run(Images):
@@ -99,6 +110,7 @@ class _Run(Images):
         super().__init__(forms.gm, bool(forms.images))
         self._forms, self._known, self._beside = forms, forms.known, beside
         self._masks: dict[Any, Mask] = {}
+        self.blind: list[Tensor] = []  # for masks that had no such row in the sample, whether there is one
         self._images: dict[Node, Tensor] = {}  # of what is computed by pixels, the images
 
     def run_node(self, n: Node) -> Any:
@@ -129,8 +141,12 @@ class _Run(Images):
     def _written_out(self, attention: WrittenAttention) -> Tensor:
         key, dtype = attention.mask, torch.float32 if self._forms.attention == "in float32" else attention.dtype
         if key is not None and (key, dtype) not in self._masks:
-            known = self._known.masks.get(key)
-            self._masks[key, dtype] = (known or attention.prepared(self.env)).to(dtype)
+            mask = self._known.masks.get(key) or attention.prepared(self.env)
+            if key in self._known.sighted:
+                assert mask.blind is not None
+                self.blind.append(mask.blind.any())
+                mask = mask.sighted
+            self._masks[key, dtype] = mask.to(dtype)
         return attention.compute(self.env, self._masks[key, dtype] if key is not None else None, dtype)
 
     def given(self, n: Node, argument: Node) -> Any:

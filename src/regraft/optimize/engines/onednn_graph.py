@@ -87,7 +87,7 @@ def _fastest(forms: Forms, program: torch.jit.ScriptModule, sample: tuple[Tensor
         return program
     if any(attention.dtype != torch.float32 for attention in forms.known.attentions.values()):
         shorter = _written_out(forms, sample, "in its own type")
-        if shorter is not None and _no_further(shorter(*given), program(*given), other(*given)):
+        if shorter is not None and _no_further(*(forms.complete(each(*given)) for each in (shorter, program, other))):
             other = shorter
     return other if _is_faster(other, given, program, given, seconds) else program
 

@@ -73,7 +73,8 @@ class Values(Images):
         renewing: What is called where a node would write into its argument, and need not.
         attentions: The calls of fused attention that can be written out,
         attending: how many seconds they took in the sample, and
-        masks: the masks of those that are the same in each call.
+        masks: the masks of those that are the same in each call, and
+        sighted: the others that let each row see a key in the sample.
     """
 
     def __init__(self, gm: GraphModule, images: bool) -> None:
@@ -96,6 +97,7 @@ class Values(Images):
         self.attentions: dict[Node, WrittenAttention] = {}
         self.attending = 0.0
         self.masks: dict[Any, Mask] = {}
+        self.sighted: set[Any] = set()
         self._same = same_in_each_call(gm)
         self._apart, self._twice = kept_apart(gm) | overwritten(gm), read_twice(gm)
 
@@ -208,9 +210,13 @@ class Values(Images):
         if written is None:
             return
         self.attentions[n] = written
+        if written.mask is None or written.mask in self.masks or written.mask in self.sighted:
+            return
         mask = written.call["attn_mask"]
-        if written.mask is not None and written.mask not in self.masks and (mask is None or mask in self._same):
+        if mask is None or mask in self._same:
             self.masks[written.mask] = written.prepared(self.env).known()
+        elif not written.blind(self.env).any():
+            self.sighted.add(written.mask)
 
     def to_enlarge(self, node: Node) -> dict[Node, Form]:
         """The tensors that a call is not to be given as they are, with the form that they get."""

@@ -38,7 +38,7 @@ class Mask:
 
     Args:
         added: What is added to the scores, dense and of their size, for each part of the rows.
-        blind: The rows that see no key, whose result is zero, as booleans of the result's size; None where all see one.
+        blind: Which rows see no key, whose result is zero, along the last axis but one; None where each sees one.
     """
 
     added: tuple[Tensor, ...]
@@ -54,7 +54,12 @@ class Mask:
 
     def known(self) -> Mask:
         """The same, of a mask whose values are always these."""
-        return self if self.blind is not None and bool(self.blind.any()) else Mask(self.added, None)
+        return self if self.blind is not None and bool(self.blind.any()) else self.sighted
+
+    @property
+    def sighted(self) -> Mask:
+        """The same, where each row sees a key."""
+        return Mask(self.added, None)
 
 
 @dataclass(frozen=True)
@@ -135,14 +140,32 @@ class WrittenAttention:
         Args:
             env: The values of the nodes.
         """
-        causal = self.call["is_causal"]
-        mask = torch.ones(self.sizes[2:], dtype=torch.bool).tril() if causal else env[self.call["attn_mask"]]
-        number = mask.float() if mask.is_floating_point() else torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
-        lowest = torch.where(number == -math.inf, number, torch.finfo(self.dtype).min)  # what is finite stays so
-        whole = number.maximum(lowest).expand(self.sizes)
+        mask = self._given(env)
+        if mask.is_floating_point():
+            number = mask.float()
+            lowest = torch.where(number == -math.inf, number, torch.finfo(self.dtype).min)  # what is finite stays so
+            number = number.maximum(lowest)
+        else:
+            number = torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
+        whole = number.expand(self.sizes)
         added = tuple(whole[batch, :, rows].clone(memory_format=torch.contiguous_format) for batch, rows in self.parts)
-        blind = (number == -math.inf).all(-1, keepdim=True).expand(*self.sizes[:3], self.width)
-        return Mask(added, blind.clone(memory_format=torch.contiguous_format))
+        return Mask(added, self.blind(env))
+
+    def blind(self, env: Mapping[Node, Any]) -> Tensor:
+        """Which rows see no key, (..., queries, 1).
+
+        Args:
+            env: The values of the nodes.
+        """
+        mask = self._given(env)
+        hidden = mask == -math.inf if mask.is_floating_point() else ~mask
+        return hidden.all(-1, keepdim=True)
+
+    def _given(self, env: Mapping[Node, Any]) -> Tensor:
+        if self.call["is_causal"]:
+            return torch.ones(self.sizes[2:], dtype=torch.bool).tril()
+        mask: Tensor = env[self.call["attn_mask"]]
+        return mask
 
     def compute(self, env: Mapping[Node, Any], mask: Mask | None, dtype: torch.dtype) -> Tensor:
         """What the fused call gives, in memory as that leaves it.
@@ -166,7 +189,8 @@ class WrittenAttention:
             results.setdefault(batch.start, []).append(torch.matmul(weights, value[batch]))
         result = _joined([_joined(of_batch, 2) for of_batch in results.values()], 0)
         if mask is not None and mask.blind is not None:
-            result = result.masked_fill(mask.blind, 0.0)
+            blind = mask.blind.expand(result.shape).clone(memory_format=torch.contiguous_format)
+            result = result.masked_fill(blind, 0.0)
         return result.to(self.dtype).transpose(1, 2).contiguous().transpose(1, 2)
 
 
