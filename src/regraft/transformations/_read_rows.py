@@ -94,7 +94,7 @@ def _index(read_: Node, value: Node, tensor: Tensor) -> tuple[Any, ...] | None:
     """The index of a read, with an item for each axis; None where it is another one than of numbers and slices."""
     name = called_name(read_)
     given: tuple[Any, ...] = (*read_.args[1:], *read_.kwargs.values())
-    if read_.all_input_nodes != [value] or not read_.args or read_.args[0] is not value:
+    if not read_.args or read_.args[0] is not value:
         return None
     items: tuple[Any, ...]
     if name in ("getitem", "__getitem__"):
