@@ -92,21 +92,17 @@ class ReadRows:
 
 def _index(read_: Node, value: Node, tensor: Tensor) -> tuple[Any, ...] | None:
     """The index of a read, with an item for each axis; None where it is another one than of numbers and slices."""
-    name = called_name(read_)
-    given: tuple[Any, ...] = (*read_.args[1:], *read_.kwargs.values())
-    if not read_.args or read_.args[0] is not value:
+    name, given = called_name(read_), read_.args[1:]
+    if not given or read_.args[0] is not value:
         return None
-    items: tuple[Any, ...]
-    if name in ("getitem", "__getitem__"):
-        items = given[0] if isinstance(given[0], tuple) else given
-    elif name in ("select", "narrow", "slice") and not read_.kwargs and type(given[0]) is int:
-        item = given[1] if name == "select" else slice(given[1], given[1] + given[2]) if name == "narrow" else None
-        items = (*[slice(None)] * (given[0] % tensor.ndim), slice(*given[1:]) if item is None else item)
-    else:
+    items: tuple[Any, ...] = given[0] if isinstance(given[0], tuple) else given
+    if name == "narrow":
+        if len(given) != 3 or not all(type(number) is int for number in given):
+            return None
+        axis, first, length = items
+        items = (*[slice(None)] * (axis % tensor.ndim), slice(first, first + length))
+    elif name != "getitem":
         return None
-    if any(item is Ellipsis for item in items):
-        place = next(at for at, item in enumerate(items) if item is Ellipsis)
-        items = (*items[:place], *[slice(None)] * (tensor.ndim - len(items) + 1), *items[place + 1 :])
     if not all(isinstance(item, slice) or type(item) is int for item in items):
         return None
     return (*items, *[slice(None)] * (tensor.ndim - len(items)))
