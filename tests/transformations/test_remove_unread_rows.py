@@ -149,6 +149,10 @@ NOT_THROUGH: dict[str, Function] = {
     "numbers in a tensor": lambda m, x: m.layer(x)[:, torch.tensor([0, 1])],
     "an order of rows": lambda m, x: m.layer(x).flip(1)[:, 0],
     "what is read whole, too": lambda m, x: (lambda y: (y[:, 0], y))(m.layer(x)),
+    "a norm of all rows": lambda m, x: F.layer_norm(m.layer(x), (5, 6))[:, 0],
+    "an axis as long, elsewhere": lambda m, x: m.layer(x).view(5, 2, 6)[:, 0],
+    "a sum of all rows and a product": lambda m, x: torch.addmm(x[1], x[0], m.other.weight)[2],
+    "the columns of a sum and a product": lambda m, x: torch.addmm(m.layer.bias, x[0], m.other.weight)[:, 2],
     "no layer": lambda m, x: (x * 2).relu()[:, 0],
     "the other factor of a product": lambda m, x: (x.mT @ m.layer(x))[:, :, 0],
     "one row": lambda m, x: m.layer(x[:, :1])[:, 0],
@@ -158,6 +162,10 @@ NOT_THROUGH: dict[str, Function] = {
 @pytest.mark.parametrize("name", NOT_THROUGH)
 def test_not_through(name: str) -> None:
     untouched(NOT_THROUGH[name])
+
+
+def test_a_mean_whose_axis_is_gone() -> None:
+    untouched(lambda m, x: m.layer(x).mean(0)[:, 1], (torch.randn(2, 6, 6),))
 
 
 def heads(x: Any) -> Any:
