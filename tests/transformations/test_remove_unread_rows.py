@@ -114,6 +114,7 @@ THROUGH: dict[str, tuple[Function, int]] = {
     "heads and back": (lambda m, x: m.layer(x).reshape(2, -1, 3, 2).flatten(2)[:, 0], 3),
     "a copy": (lambda m, x: m.layer(x).transpose(0, 1).contiguous()[0], 3),
     "joined columns": (lambda m, x: torch.cat([m.layer(x), x, m.other(x)], -1)[:, 0], 3),
+    "joined in the first axis": (lambda m, x: torch.cat([m.layer(x), x])[:, 0], 2),
     "halves": (lambda m, x: torch.cat([-m.layer(x)[..., 3:], x[..., :3]], dim=-1)[:, 0], 5),
     "parts": (lambda m, x: (lambda a, b: a.relu() * b)(*m.layer(x).chunk(2, dim=-1))[:, 0], 6),
     "parts of other sizes": (lambda m, x: (lambda a, b: a * b)(*m.layer(x).split([1, 5], -1))[:, 0], 5),
@@ -263,6 +264,19 @@ def test_the_last_of_sizes_that_vary(rows: Any) -> None:
 def test_an_open_slice_of_a_size_that_varies_is_left() -> None:
     gm = RULE(rg.trace(net(lambda m, x: m.layer(x)[:, :4]), TOKENS, dynamic_shapes="auto"))
     assert not rg.history(gm)[-1].applied
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_ends_that_the_graph_computes_are_left(place: int) -> None:
+    gm = rg.trace(net(lambda m, x: m.layer(x)[:, 1:3]), TOKENS)
+    (read,) = (node for node in gm.graph.nodes if node.name == "getitem")
+    with gm.graph.inserting_before(read):
+        one = gm.graph.call_function(int, (1.0,))
+    ends = [1, 3, 1]
+    ends[place] = one
+    read.args = (read.args[0], (slice(None), slice(*ends)))
+    gm.recompile()
+    assert not rg.history(RULE(gm))[-1].applied
 
 
 def test_graphs_without_sizes_are_left() -> None:

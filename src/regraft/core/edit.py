@@ -78,9 +78,8 @@ class Edit:
         made = self._create(before or node, node.op, node.target, args, kwargs, None)
         value = node.meta.get("val")
         if isinstance(value, Tensor):
-            made.meta["val"] = value.to(
-                next((v.dtype for n in instead.values() if (v := value_of(n)) is not None), None)
-            )
+            dtypes = (given.dtype for n in instead.values() if (given := value_of(n)) is not None)
+            made.meta["val"] = value.to(next(dtypes, None))
         return made
 
     def insert_weight(self, before: Node, name: str) -> Node:

@@ -115,7 +115,8 @@ def _rows(item: int | slice, size: Any) -> slice | None:
     if isinstance(item, int):
         first = item % size if isinstance(size, int) else item
         return slice(first, first + 1) if first >= 0 else None
-    if not isinstance(size, int) or not all(type(end) is int or end is None for end in (item.start, item.stop)):
+    parts = (item.start, item.stop, item.step)
+    if not isinstance(size, int) or not all(type(part) is int or part is None for part in parts):
         return None
     start, stop, step = item.indices(size)
     return slice(start, stop) if step == 1 and start < stop else None
