@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import regraft as rg
 from helpers import Wrap, assert_matches_float64, assert_same, check_applied, check_refused, picture, randomise
+from regraft.optimize.presets import resolve
 
 RULE = rg.RemoveUnreadRows()
 TOKENS = (torch.randn(2, 5, 6),)
@@ -114,7 +115,7 @@ THROUGH: dict[str, tuple[Function, int]] = {
     "heads and back": (lambda m, x: m.layer(x).reshape(2, -1, 3, 2).flatten(2)[:, 0], 3),
     "a copy": (lambda m, x: m.layer(x).transpose(0, 1).contiguous()[0], 3),
     "joined columns": (lambda m, x: torch.cat([m.layer(x), x, m.other(x)], -1)[:, 0], 3),
-    "joined in the first axis": (lambda m, x: torch.cat([m.layer(x), x])[:, 0], 2),
+    "joined along the first axis": (lambda m, x: torch.cat([m.layer(x), x])[:, 0], 2),
     "halves": (lambda m, x: torch.cat([-m.layer(x)[..., 3:], x[..., :3]], dim=-1)[:, 0], 5),
     "parts": (lambda m, x: (lambda a, b: a.relu() * b)(*m.layer(x).chunk(2, dim=-1))[:, 0], 6),
     "parts of other sizes": (lambda m, x: (lambda a, b: a * b)(*m.layer(x).split([1, 5], -1))[:, 0], 5),
@@ -307,6 +308,13 @@ def test_what_is_written_to_later() -> None:
         return y * 2
 
     check_refused(RULE, net(function), TOKENS, "trace", "changes 'layer' in place")
+
+
+@pytest.mark.parametrize("preset", ["exact", "fast", "compile"])
+def test_presets_have_it_before_queries_are_merged_with_keys(preset: str) -> None:
+    gm = rg.compose(*resolve(preset))(rg.trace(net(lambda m, x: attention(m, x)[:, 0]), TOKENS))
+    assert [len(step.applied) for step in rg.history(gm) if step.transformation == "RemoveUnreadRows"] == [1]
+    assert not [step for step in rg.history(gm) if step.transformation == "MergeLinears" and step.applied]
 
 
 def test_layers_that_are_called_twice() -> None:
