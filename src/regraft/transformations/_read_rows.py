@@ -50,7 +50,7 @@ class ReadRows:
             rows = _hull([_rows(index[axis], size) for index in indices if index is not None], size)
             if rows is None:
                 continue
-            needed, axes = _needed(value, axis, rows, reads, owner)
+            needed, axes = _needed(value, axis, rows, owner)
             if any(operation_of(node, owner) in LAYERS for node in needed):
                 return cls(reads, axis, rows, needed, axes)
         return None
@@ -136,16 +136,16 @@ def _hull(all_rows: list[slice | None], size: Any) -> slice | None:
 
 
 def _needed(
-    value: Node, axis: int, rows: slice, reads: tuple[Node, ...], owner: GraphModule
+    value: Node, axis: int, rows: slice, owner: GraphModule
 ) -> tuple[dict[Node, Mapping[Node, int]], dict[Node, int]]:
-    """The nodes of whose results nobody reads other rows."""
+    """The nodes of whose results nobody reads other rows; of the value itself these rows alone are read."""
     needed: dict[Node, Mapping[Node, int]] = {}
     axes: dict[Node, int] = {}
     pending: dict[Node, int | None] = {value: axis}
     while pending:
         node = max(pending)  # its readers have all been looked at
         its = pending.pop(node)
-        if its is None or not all(user in reads or node in needed.get(user, ()) for user in node.users):
+        if its is None or not (node is value or all(node in needed.get(user, ()) for user in node.users)):
             continue
         found = rows_needed(node, its, owner)
         if found is None or not _seen_by_all(node, rows, owner):
