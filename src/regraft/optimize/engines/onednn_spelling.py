@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from regraft.core.padding import padded_ends
 from regraft.core.vocabulary import ATTENTION, BATCH_NORM, CONV, GELU, LAYER_NORM, RMS_NORM, Call
 from regraft.optimize.engines.onednn_layouts import anew, dense, lies_oddly, order
+from regraft.optimize.engines.onednn_single import of_single_pixels
 
 Env = Mapping[Node, Any]
 Spelling = Callable[[Env], Tensor]
@@ -45,6 +46,9 @@ def respelled(node: Node, name: str, call: Call | None, result: Tensor, env: Env
         return _rms_norm(call, env)
     if call is not None and call.operation is ATTENTION:
         return _masked_by_numbers(call, env)
+    single = of_single_pixels(node, name, call, result, env)
+    if single is not None:
+        return single
     if call is not None and call.operation is CONV and isinstance(call["padding"], str):
         return _padded_by_numbers(call, env)
     if name == "addmm":

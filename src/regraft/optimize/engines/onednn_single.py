@@ -1,0 +1,69 @@
+"""Images of a single pixel, which squeeze-and-excitation makes of larger ones (Hu et al. 2018, arXiv:1709.01507)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from regraft.core.vocabulary import CONV, Call
+
+Env = Mapping[Node, Any]
+_MEANS = {"adaptive_avg_pool2d", "adaptiveavgpool2d", "mean"}
+_PADS_NOTHING = (0, (0, 0), [0, 0], "valid", "same")  # a kernel of one pixel
+
+
+def of_single_pixels(
+    node: Node, name: str, call: Call | None, result: Tensor, env: Env
+) -> Callable[[Env], Tensor] | None:
+    """Another spelling of a call that makes such an image, from the values of the nodes; None where it stays as it is.
+
+    Args:
+        node: The call.
+        name: The name of the function, method or layer.
+        call: What is known of it.
+        result: Its result in the sample.
+        env: The values of the nodes there.
+    """
+    if call is not None and call.operation is CONV:
+        return _product(call, env)
+    if name in _MEANS and node.all_input_nodes:
+        return _mean(node, result, env)
+    return None
+
+
+def _product(call: Call, env: Env) -> Callable[[Env], Tensor] | None:
+    """A convolution of one pixel as the product with a vector: a kernel of oneDNN Graph takes longer to begin."""
+    given, weight = env[call.input], _value(call["weight"], env)
+    if given.ndim != 4 or given.shape[:1].numel() != 1 or given.shape[2:].numel() != 1 or given.dtype != torch.float32:
+        return None
+    if weight.shape[2:].numel() != 1 or call["groups"] != 1 or call["padding"] not in _PADS_NOTHING:
+        return None
+
+    def compute(env: Env) -> Tensor:
+        x, matrix, bias = env[call.input].flatten(), _value(call["weight"], env).flatten(1), _value(call["bias"], env)
+        product = torch.mv(matrix, x) if bias is None else torch.addmv(bias, matrix, x)
+        return product.view(1, -1, 1, 1)
+
+    return compute
+
+
+def _mean(node: Node, result: Tensor, env: Env) -> Callable[[Env], Tensor] | None:
+    """The mean of an image of halves by the kernel for means of its parts: torch makes float32 of it all otherwise."""
+    image = env[node.all_input_nodes[0]]
+    size = (*image.shape[:2], 1, 1)
+    if image.dtype != torch.bfloat16 or result.dtype != image.dtype or result.shape != size:
+        return None
+
+    def compute(env: Env) -> Tensor:
+        found: Tensor = torch.ops.aten._adaptive_avg_pool2d(env[node.all_input_nodes[0]], [1, 1])
+        return found
+
+    return compute
+
+
+def _value(value: Any, env: Env) -> Any:
+    return env[value] if isinstance(value, Node) else value
