@@ -32,6 +32,7 @@ from regraft.optimize.engines.onednn_layouts import (
     order,
     steps_oddly,
 )
+from regraft.optimize.engines.onednn_moves import chains, moved_at_once
 from regraft.optimize.engines.onednn_pixels import PixelLayer
 from regraft.optimize.engines.onednn_rotation import Rotation
 from regraft.optimize.engines.onednn_same import same_in_each_call
@@ -100,6 +101,7 @@ class Values(Images):
         self.sighted: set[Any] = set()
         self._same = same_in_each_call(gm)
         self._apart, self._twice = kept_apart(gm) | overwritten(gm), read_twice(gm)
+        self._chains = {} if self.writes else chains(gm)
 
     def run_node(self, n: Node) -> Any:
         """See `Interpreter.run_node`."""
@@ -159,6 +161,7 @@ class Values(Images):
         if other is not None:
             self.respelled[n] = other
         self.respelled |= of_columns_read(n, self.gm, self.steady)
+        self._note_moves(n)
         self._note_rotation(n, result)
         self._note_pixels(n, call)
         if call is not None and call.operation is ATTENTION:
@@ -201,6 +204,17 @@ class Values(Images):
                 self.inside.pop(node, None)
             if turning.straight in spelled:
                 self.viewed.update((turning.straight, *turning.straight.all_input_nodes))
+
+    def _note_moves(self, n: Node) -> None:
+        chain = list(self._chains.get(n, ()))
+        while chain and not self._is_dense(chain[-1]):
+            chain.pop()
+        if chain and self._is_dense(chain[0].all_input_nodes[0]):
+            size, _ = self.forms[chain[0].all_input_nodes[0]]
+            self.respelled |= moved_at_once(chain, self.gm, size, self.numbers)
+
+    def _is_dense(self, n: Node) -> bool:
+        return n not in self.odd and self.forms[n][1] == tuple(range(len(self.forms[n][0])))
 
     def _writes(self, n: Node) -> bool:
         return called(n, self.gm) in _IN_PLACE and n not in self.renewing
