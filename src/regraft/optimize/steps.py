@@ -97,7 +97,8 @@ class Stepper:
         Args:
             transformation: The transformation.
         """
-        before = copy.copy(self.graph.gm)
+        alone = self._measured and not self._waits(transformation)
+        before = copy.copy(self.graph.gm) if alone else None
         made, records = _applied(transformation, self.graph.gm)
         result = result_of(self.graph.name, transformation, records)
         self._taken.append(transformation)
@@ -108,7 +109,7 @@ class Stepper:
             self.graph.gm = made
             self.results.append(replace(result, kept=True, reason='kept unmeasured, as keep="all" asks'))
             return
-        if self._waits(transformation):
+        if before is None:
             self._undecided.append(len(self.results))
             self.graph.gm, self._packed = made, None
             self.results.append(replace(result, kept=True))
