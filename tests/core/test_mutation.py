@@ -64,3 +64,11 @@ def test_an_index_is_no_memory_of_what_it_picks() -> None:
     assert not writes_to_the_table(lambda x, table: (x * 2)[table.view(-1, 6).long()].add_(1))
     assert writes_to_the_table(lambda x, table: table[0].add_(1) + x)
     assert writes_to_the_table(lambda x, table: table[x.argmax()].add_(1) + x)  # a number would make it a view
+
+
+def test_what_is_given_to_a_method_in_place_is_no_memory_of_its_result() -> None:
+    assert not writes_to_the_table(lambda x, table: (x * 2).add_(table))
+    assert not writes_to_the_table(lambda x, table: (x * 2).copy_(table).mul_(2))
+    assert writes_to_the_table(lambda x, table: table.add_(x))
+    assert writes_to_the_table(lambda x, table: table.view(-1).__and__(x).add(table.clamp_(0)))
+    assert writes_to_the_table(lambda x, table: (x * 2).set_(table).add_(1))

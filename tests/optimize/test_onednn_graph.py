@@ -421,13 +421,13 @@ def test_what_depends_on_sizes_alone_is_computed_by_torch() -> None:
     for function, constants in (
         (by_distance, 12),
         (lambda x: x * (weight(80) * x.size(-1)), 1),
-        (lambda x: (y := torch.arange(x.size(-1)), z := y + 1.0, y.add_(2), x * z * y)[-1], 0),
+        (lambda x: (y := torch.arange(x.size(-1)), z := y + 1.0, y.add_(2), x * z * y)[-1], 3),  # read when it is whole
         (lambda x: (y := torch.ones(x.size(-1)), y.copy_(x[0]), x * (y + 1.0))[-1], 0),
         (lambda x: x * torch.rand(x.size(-1)).add_(1).ceil(), 0),
-        (lambda x: x * (torch.ones(x.size(-1)).add_(2) + 1), 3),  # nobody else reads what is written to
+        (lambda x: x * (torch.ones(x.size(-1)).add_(2) + 1), 3),
         (lambda x: x * (torch.ones(x.size(-1)).add_(x[0]) + 1), 0),
         (lambda x: (y := torch.ones(x.size(-1)), x * y, y.add_(2))[1], 0),
-        (lambda x: (y := torch.ones(x.size(-1)), z := y[1:], y.add_(2), x[:, 1:] * z)[-1], 0),
+        (lambda x: (y := torch.ones(x.size(-1)), z := y[1:], y.add_(2), x[:, 1:] * z)[-1], 3),
         (lambda x: x * x.new_zeros(5)[:1].add_(2), 0),
     ):
         forms, gm = Forms(symbolic_trace(Of(function)), [x]), symbolic_trace(Of(function))

@@ -134,8 +134,14 @@ def _aliased(node: Node) -> list[Node]:
         arguments = node.target._schema.arguments
         named = [node.kwargs.get(a.name, node.args[i] if i < len(node.args) else None) for i, a in enumerate(arguments)]
         return _nodes(tuple(value for value, a in zip(named, arguments, strict=True) if a.alias_info is not None))
-    of_the_first = node.target in _WRITING_OPERATORS or node.target is operator.getitem
+    of_the_first = node.target in _WRITING_OPERATORS or node.target is operator.getitem or _returns_itself(node)
     return _nodes(node.args[:1]) if of_the_first else node.all_input_nodes
+
+
+def _returns_itself(node: Node) -> bool:
+    """Whether a node is a method in place, whose result is what it is called on; `set_` gives that other memory."""
+    name = str(node.target)
+    return node.op == "call_method" and name.endswith("_") and not name.endswith("__") and name != "set_"
 
 
 @cache

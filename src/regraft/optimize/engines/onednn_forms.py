@@ -119,6 +119,8 @@ class _Run(Images):
             # TorchScript computes them otherwise than torch, and where that decides a branch, by much: a distance of 16
             # falls into T5's bucket for 15, because a logarithm that should be 2 is a little less
             return known.steady[n]
+        if n in known.done:
+            return None
         if n in known.numbers:  # when traced, a size is a tensor, of which `sym_max` and the like know nothing
             return known.numbers[n]
         if self._forms.attention != "fused" and n in known.attentions:

@@ -15,6 +15,7 @@ from regraft.core.strides import depends_on_strides
 from regraft.core.values import called_name
 from regraft.optimize.engines.onednn_fusions import called
 from regraft.optimize.engines.onednn_in_place import out_of_place
+from regraft.optimize.engines.onednn_same import same_in_each_call
 
 _VIEWS = {"view", "_unsafe_view", "view_as"}
 _SUMS = {"add", "add_", "iadd"}
@@ -35,13 +36,15 @@ class Images(Interpreter):
     Attributes:
         out_of_place: What writes into its argument, and need not: see `out_of_place`.
         writes: Whether others do.
+        same: The values that are the same in each call.
     """
 
     def __init__(self, gm: GraphModule, images: bool = True) -> None:
         super().__init__(gm)
         self._convolutions: dict[Node, Node] = {}
         self.out_of_place = out_of_place(gm)
-        self.writes = any(node not in self.out_of_place for node in mutating_nodes(gm))
+        self.same = same_in_each_call(gm)
+        self.writes = any(node not in self.out_of_place and node not in self.same for node in mutating_nodes(gm))
         self._bound = self.writes or any(_reads_strides(node, gm) for node in gm.graph.nodes)
         if images and not self._bound:
             nodes = (node for node in gm.graph.nodes if called(node, gm) in _CONVOLUTIONS)

@@ -2,33 +2,53 @@
 
 from __future__ import annotations
 
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from regraft.core.flow import draws, known
-from regraft.core.mutation import Mutations, is_own, writes
+from regraft.core.mutation import Mutations, writes
 from regraft.core.values import made_of_sizes
 from regraft.core.vocabulary import read
 from regraft.optimize.engines.onednn_fusions import CALLS
 
 
 def same_in_each_call(gm: GraphModule) -> set[Node]:
-    """The values that depend on the sizes of the inputs and on weights alone.
+    """The values that depend on the sizes of the inputs and on weights alone; each is what it is at last.
+
+    A table that is written piece by piece, as BEiT's of relative positions, is one where nothing that changes from call
+    to call goes into it, and nothing that does so is made of it before it is whole.
 
     Args:
         gm: The graph.
     """
-    found, mutations = made_of_sizes(gm.graph), Mutations(gm)
-    written = {node: writes(node, gm) for node in gm.graph.nodes}
-    # what writes into a new value that nobody else reads might as well make another
-    renewing = {node for node, values in written.items() if values and all(_is_left(v, node, gm) for v in values)}
+    mutations = Mutations(gm)
+    writing = {node for node in gm.graph.nodes if writes(node, gm)}
+    changing: set[Node] = set()  # what writes into values that are not the same
+    while True:
+        found = _found(gm, mutations, writing, changing)
+        more = writing - found - changing
+        for node in gm.graph.nodes:
+            if node not in found:
+                written = (mutations.of(value) for value in found.intersection(node.all_input_nodes))
+                more.update(each[-1] for each in written if each and node < each[-1])  # it takes the others along
+        if not more:
+            return found
+        changing |= more
+
+
+def _found(gm: GraphModule, mutations: Mutations, writing: set[Node], changing: set[Node]) -> set[Node]:
+    found = made_of_sizes(gm.graph)
     for node in gm.graph.nodes:
-        pure = _pure(node, gm) if not written[node] else node in renewing and node.op in CALLS
-        steady = pure and not draws(node, gm) and found.issuperset(node.all_input_nodes)
-        if (node.op == "get_attr" or steady) and renewing.issuperset(mutations.of(node)):
+        understood = _writes_as_it_says(node) if node in writing else _pure(node, gm)
+        steady = understood and not draws(node, gm) and found.issuperset(node.all_input_nodes)
+        if (steady or (node.op == "get_attr" and not mutations.of(node))) and changing.isdisjoint(mutations.of(node)):
             found.add(node)
-    for node in renewing - found:
-        found.difference_update(written[node])
     return found
+
+
+def _writes_as_it_says(node: Node) -> bool:
+    of_torch = isinstance(node.target, OpOverload) and node.target.namespace == "aten"
+    return of_torch or known(node)
 
 
 def _pure(node: Node, gm: GraphModule) -> bool:
@@ -36,7 +56,3 @@ def _pure(node: Node, gm: GraphModule) -> bool:
         call = read(node, gm)
         return call is not None and getattr(call.module, "max_norm", None) is None
     return node.op in CALLS and known(node)
-
-
-def _is_left(value: Node, node: Node, gm: GraphModule) -> bool:
-    return is_own(value, gm) and list(value.users) == [node]

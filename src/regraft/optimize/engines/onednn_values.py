@@ -35,7 +35,6 @@ from regraft.optimize.engines.onednn_layouts import (
 from regraft.optimize.engines.onednn_moves import chains, moved_at_once
 from regraft.optimize.engines.onednn_pixels import PixelLayer
 from regraft.optimize.engines.onednn_rotation import Rotation
-from regraft.optimize.engines.onednn_same import same_in_each_call
 from regraft.optimize.engines.onednn_spelling import respelled
 from regraft.optimize.engines.written_attention import Mask, WrittenAttention
 
@@ -67,6 +66,7 @@ class Values(Images):
         viewed: The tensors that are looked at anew.
         steady: The tensors that depend on sizes and weights alone, as they are in the sample.
         numbers: The numbers that are made of sizes.
+        done: What has written into steady tensors, and gives nothing.
         results: The tensors among the results that are steady, and None for each of the others.
         respelled: The calls that are spelled otherwise, as functions of the values of the nodes.
         by_pixels: The linear layers that are computed as convolutions.
@@ -90,6 +90,7 @@ class Values(Images):
         self.viewed: set[Node] = set()
         self.steady: dict[Node, Tensor] = {}
         self.numbers: dict[Node, float] = {}
+        self.done: set[Node] = set()
         self.results: list[Tensor | None] = []
         self.respelled: dict[Node, Callable[[Mapping[Node, Any]], Tensor]] = {}
         self.by_pixels: dict[Node, PixelLayer] = {}
@@ -99,7 +100,6 @@ class Values(Images):
         self.attending = 0.0
         self.masks: dict[Any, Mask] = {}
         self.sighted: set[Any] = set()
-        self._same = same_in_each_call(gm)
         self._apart, self._twice = kept_apart(gm) | overwritten(gm), read_twice(gm)
         self._chains = {} if self.writes else chains(gm)
 
@@ -117,8 +117,10 @@ class Values(Images):
         if isinstance(result, Tensor):
             result = self.in_rows(n, result)
             self._note(n, result)
-        elif n in self._same and isinstance(result, (int, float)):
+        elif n in self.same and isinstance(result, (int, float)):
             self.numbers[n] = result
+        elif n in self.same and result is None:
+            self.done.add(n)
         if n in self.attentions:
             self.attending += seconds
         if n.op == "output":
@@ -140,7 +142,7 @@ class Values(Images):
     def _note(self, n: Node, result: Tensor) -> None:
         self.forms[n] = result.shape, order(result)
         name = called(n, self.gm)
-        if n in self._same:
+        if n in self.same:
             self.steady[n] = result.detach()  # it may be a parameter
         if lies_oddly(result):
             self.odd.add(n)
@@ -154,7 +156,7 @@ class Values(Images):
             self.viewed.update((n, *n.all_input_nodes))
         if n in self.products and result.shape[-2:-1].numel() == 1:
             self.rows.add(n)
-            if name in _ADDING and n.all_input_nodes[0] not in self._same:
+            if name in _ADDING and n.all_input_nodes[0] not in self.same:
                 raise ValueError(f"{n.name} adds a product of one row to what is computed")
         call = read(n, self.gm)
         other = respelled(n, name, call, result, self.env, self.steady)
@@ -227,7 +229,7 @@ class Values(Images):
         if written.mask is None or written.mask in self.masks or written.mask in self.sighted:
             return
         mask = written.call["attn_mask"]
-        if mask is None or mask in self._same:
+        if mask is None or mask in self.same:
             self.masks[written.mask] = written.prepared(self.env).known()
         elif not written.blind(self.env).any():
             self.sighted.add(written.mask)
