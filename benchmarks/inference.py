@@ -148,6 +148,8 @@ OTHERS: dict[str, Callable[[int], tuple[nn.Module, dict[str, Any]]]] = {
     "convnextv2-tiny": _image_classifier("ConvNextV2"),
     "segformer-b0": _image_classifier("Segformer"),
     "swinv2-tiny": _image_classifier("Swinv2"),
+    "beit": _image_classifier("Beit", use_relative_position_bias=True),
+    "levit": _image_classifier("Levit"),
     "distilbert": _language_model("DistilBertModel", 128),
     "deberta-v3": _language_model("DebertaV2Model", 128, **_DEBERTA),
     "gpt2": _language_model("GPT2LMHeadModel", 64, use_cache=False),
