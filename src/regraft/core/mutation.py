@@ -140,8 +140,7 @@ def _aliased(node: Node) -> list[Node]:
 
 def _returns_itself(node: Node) -> bool:
     """Whether a node is a method in place, whose result is what it is called on; `set_` gives that other memory."""
-    name = str(node.target)
-    return node.op == "call_method" and name.endswith("_") and not name.endswith("__") and name != "set_"
+    return node.op == "call_method" and node.target != "set_" and str(node.target).rstrip("_") + "_" == node.target
 
 
 @cache

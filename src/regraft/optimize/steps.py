@@ -97,8 +97,7 @@ class Stepper:
         Args:
             transformation: The transformation.
         """
-        alone = self._measured and not self._waits(transformation)
-        before = copy.copy(self.graph.gm) if alone else None
+        before = copy.copy(self.graph.gm) if self._measured and not self._waits(transformation) else None
         made, records = _applied(transformation, self.graph.gm)
         result = result_of(self.graph.name, transformation, records)
         self._taken.append(transformation)

@@ -70,7 +70,7 @@ class Images(Interpreter):
         if self._convolutions.get(n) is not argument or value.ndim != 4:
             return value
         if value.shape[2:].numel() == 1:  # its steps are what the kernel before has left, which are not those of torch
-            return value.flatten(1).view(value.shape)
+            return value.flatten(1).contiguous().view(value.shape)
         return value.contiguous(memory_format=torch.channels_last)
 
     def in_rows(self, n: Node, result: Tensor) -> Tensor:
