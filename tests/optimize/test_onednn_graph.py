@@ -87,6 +87,10 @@ OPERATORS: dict[str, Function] = {
     "product and a constant": lambda x: F.linear(x, weight(10, 10)) + weight(12, 10),
     "product times a constant": lambda x: weight(10) * F.linear(x, weight(10, 10), W10),
     "product less a part": lambda x: torch.sub(x @ weight(10, 10), W10, alpha=0.3),
+    "product with single rows that lie apart": lambda x: torch.matmul(x[..., :3, :1], x[..., 3:4, :]),
+    "product with a single key of each head": lambda x: (
+        x[..., :1].softmax(-1) @ x.transpose(1, 2)[:, :1].transpose(1, 2)[:, :1]
+    ),
     "product in place": lambda x: F.linear(x, weight(10, 10)).mul_(weight(12, 10)),
     "product and an embedding": lambda x: F.linear(x, weight(9, 10)) + F.embedding(torch.arange(12), weight(20, 9)),
     "conv times a constant": lambda x: F.conv2d(x, weight(8, 6, 1, 1)) * weight(8, 1, 1),

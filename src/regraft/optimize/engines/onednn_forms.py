@@ -30,7 +30,8 @@ class Forms(nn.Module):
     of a transposed single token. And what the same kernel began with. Such tensors become dense ones of
     their own. So does a product of a single row: one of 2048 numbers, with another tensor added by the same kernel,
     writes beyond the end of its result. So do the matrices of a product of which neither rows nor columns lie in one
-    piece: its kernel for those is a hundred times slower. And those of which it takes one axis for another.
+    piece: its kernel for those is a hundred times slower. And those of which it takes one axis for another, or reads
+    beyond them: a second matrix of a single row that lies oddly.
 
     Along a first axis of one element any step will do. But where that is not the tensor's own, torch does not see that
     the channels of an image lie last. So such a tensor is looked at anew, as is what must not be fused any further.

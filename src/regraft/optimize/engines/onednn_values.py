@@ -253,6 +253,9 @@ class Values(Images):
     def to_gather(self, node: Node) -> dict[Node, Form]:
         """The matrices that a product is not to be given as they are, with their form: its kernel is slow, or wrong."""
         sizes = {a: self.forms[a][0] for a in node.all_input_nodes if a in self.scattered}
+        second = node.all_input_nodes[-1]
+        if second in self.odd and len(size := self.forms[second][0]) > 3 and size[-2] == 1:
+            sizes[second] = size
         return {a: (size, tuple(range(len(size)))) for a, size in sizes.items()}
 
 
