@@ -12,13 +12,13 @@ from torch.fx import Node
 from regraft.core.vocabulary import CONV, Call
 
 Env = Mapping[Node, Any]
+Spelling = Callable[[Env], Tensor]
 _MEANS = {"adaptive_avg_pool2d", "adaptiveavgpool2d", "mean"}
+_OF_PARTS: Any = getattr(torch.ops.aten, "_adaptive_avg_pool2d", None)  # where torch has it no more, all stays as it is
 _PADS_NOTHING = (0, (0, 0), [0, 0], "valid", "same")  # a kernel of one pixel
 
 
-def of_single_pixels(
-    node: Node, name: str, call: Call | None, result: Tensor, env: Env
-) -> Callable[[Env], Tensor] | None:
+def of_single_pixels(node: Node, name: str, call: Call | None, result: Tensor, env: Env) -> Spelling | None:
     """Another spelling of a call that makes such an image, from the values of the nodes; None where it stays as it is.
 
     Args:
@@ -35,35 +35,42 @@ def of_single_pixels(
     return None
 
 
-def _product(call: Call, env: Env) -> Callable[[Env], Tensor] | None:
+def _product(call: Call, env: Env) -> Spelling | None:
     """A convolution of one pixel as the product with a vector: a kernel of oneDNN Graph takes longer to begin."""
-    given, weight = env[call.input], _value(call["weight"], env)
+    given, weight = env[call.input], from_env(call["weight"], env)
     if given.ndim != 4 or given.shape[:1].numel() != 1 or given.shape[2:].numel() != 1 or given.dtype != torch.float32:
         return None
     if weight.shape[2:].numel() != 1 or call["groups"] != 1 or call["padding"] not in _PADS_NOTHING:
         return None
 
     def compute(env: Env) -> Tensor:
-        x, matrix, bias = env[call.input].flatten(), _value(call["weight"], env).flatten(1), _value(call["bias"], env)
+        weight, bias = (from_env(call[name], env) for name in ("weight", "bias"))
+        x, matrix = env[call.input].flatten(), weight.flatten(1)
         product = torch.mv(matrix, x) if bias is None else torch.addmv(bias, matrix, x)
         return product.view(1, -1, 1, 1)
 
     return compute
 
 
-def _mean(node: Node, result: Tensor, env: Env) -> Callable[[Env], Tensor] | None:
+def _mean(node: Node, result: Tensor, env: Env) -> Spelling | None:
     """The mean of an image of halves by the kernel for means of its parts: torch makes float32 of it all otherwise."""
     image = env[node.all_input_nodes[0]]
     size = (*image.shape[:2], 1, 1)
-    if image.dtype != torch.bfloat16 or result.dtype != image.dtype or result.shape != size:
+    if _OF_PARTS is None or image.dtype != torch.bfloat16 or result.dtype != image.dtype or result.shape != size:
         return None
 
     def compute(env: Env) -> Tensor:
-        found: Tensor = torch.ops.aten._adaptive_avg_pool2d(env[node.all_input_nodes[0]], [1, 1])
+        found: Tensor = _OF_PARTS(env[node.all_input_nodes[0]], [1, 1])
         return found
 
     return compute
 
 
-def _value(value: Any, env: Env) -> Any:
+def from_env(value: Any, env: Env) -> Any:
+    """An argument of a call: the value of a node, or what is no node, as it is.
+
+    Args:
+        value: The argument.
+        env: The values of the nodes.
+    """
     return env[value] if isinstance(value, Node) else value

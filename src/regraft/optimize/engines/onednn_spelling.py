@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,10 +15,8 @@ from torch.nn import functional as F
 from regraft.core.padding import padded_ends
 from regraft.core.vocabulary import ATTENTION, BATCH_NORM, CONV, GELU, LAYER_NORM, RMS_NORM, Call
 from regraft.optimize.engines.onednn_layouts import anew, dense, lies_oddly, order
-from regraft.optimize.engines.onednn_single import of_single_pixels
+from regraft.optimize.engines.onednn_single import Env, Spelling, from_env, of_single_pixels
 
-Env = Mapping[Node, Any]
-Spelling = Callable[[Env], Tensor]
 JOINING = {"cat", "concat", "concatenate"}
 _POOLING = {"max_pool2d", "avg_pool2d"}
 _CLAMPING = {"clamp", "clip"}
@@ -80,23 +77,23 @@ def _norm(call: Call, env: Env) -> Spelling | None:
     """A norm with a weight and a bias: one that lacks either cannot be compiled."""
     given, shape = call.input, call["normalized_shape"]
     if call.operation is BATCH_NORM:
-        mean = _value(call["running_mean"], env)
+        mean = from_env(call["running_mean"], env)
         if call["training"] or mean is None:
             return None
         shape = tuple(mean.shape)
     shape = map_arg(shape, env.__getitem__)  # sizes are fixed in a program
-    there = [_value(call[name], env) for name in ("weight", "bias")]
+    there = [from_env(call[name], env) for name in ("weight", "bias")]
     dtype = next((tensor.dtype for tensor in there if tensor is not None), env[given].dtype)
     plain = tuple(torch.full(shape, value, dtype=dtype, device=env[given].device) for value in (1.0, 0.0))
 
     def compute(env: Env) -> Tensor:
         weight, bias = (
-            other if call[name] is None else _value(call[name], env)
+            other if call[name] is None else from_env(call[name], env)
             for name, other in zip(("weight", "bias"), plain, strict=True)
         )
         if call.operation is LAYER_NORM:
             return F.layer_norm(env[given], shape, weight, bias, call["eps"])
-        mean, variance = (_value(call[name], env) for name in ("running_mean", "running_var"))
+        mean, variance = (from_env(call[name], env) for name in ("running_mean", "running_var"))
         return F.batch_norm(env[given], mean, variance, weight, bias, eps=call["eps"])
 
     return compute
@@ -117,7 +114,7 @@ def _rms_norm(call: Call, env: Env) -> Spelling | None:
         else:  # this one reads the halves themselves; of float32 it makes a little more error, and gains little
             factors = (torch.linalg.vector_norm(value, dim=axes, keepdim=True, dtype=torch.float32),) * 2
         squares = torch.addcmul(least, *factors, value=1 / count)
-        weight = _value(call["weight"], env)
+        weight = from_env(call["weight"], env)
         normed = x * squares.rsqrt()
         # looked at anew, for two factors, of which one has one element in each row, are the reference kernel's, and a
         # factor is taken for the beginning of the product that reads it
@@ -149,7 +146,7 @@ def _padded_by_numbers(call: Call, env: Env) -> Spelling | None:
     """A convolution whose padding is a word, which it does not know, with the numbers that stand for it."""
     if getattr(call.module, "padding_mode", "zeros") != "zeros":
         return None
-    given, sizes = call.input, _value(call["weight"], env).shape[2:]
+    given, sizes = call.input, from_env(call["weight"], env).shape[2:]
     convolution: Any = (F.conv1d, F.conv2d, F.conv3d)[len(sizes) - 1]
     ends = padded_ends(call["padding"], sizes, call["dilation"])
     even = all(start == end for start, end in ends)
@@ -157,7 +154,7 @@ def _padded_by_numbers(call: Call, env: Env) -> Spelling | None:
     padding = [end if even else 0 for _, end in ends]
 
     def compute(env: Env) -> Tensor:
-        weight, bias = (_value(call[name], env) for name in ("weight", "bias"))
+        weight, bias = (from_env(call[name], env) for name in ("weight", "bias"))
         padded = F.pad(env[given], around) if around else env[given]
         result: Tensor = convolution(padded, weight, bias, call["stride"], padding, call["dilation"], call["groups"])
         return result
@@ -241,17 +238,13 @@ def _clamped(node: Node, env: Env) -> Spelling | None:
     """What is clamped between tensors, of which it takes each for a number."""
     given, *bounds = (*node.args, *[None] * 3)[:3]
     bounds = [node.kwargs.get(name, bound) for name, bound in zip(("min", "max"), bounds)]
-    if not isinstance(given, Node) or not any(isinstance(_value(bound, env), Tensor) for bound in bounds):
+    if not isinstance(given, Node) or not any(isinstance(from_env(bound, env), Tensor) for bound in bounds):
         return None
 
     def compute(env: Env) -> Tensor:
         result: Tensor = env[given]
         for bound, limit in zip(bounds, (torch.maximum, torch.minimum)):
-            result = result if bound is None else limit(result, _value(bound, env))
+            result = result if bound is None else limit(result, from_env(bound, env))
         return result
 
     return compute
-
-
-def _value(value: Any, env: Env) -> Any:
-    return env[value] if isinstance(value, Node) else value
