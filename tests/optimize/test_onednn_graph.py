@@ -146,6 +146,15 @@ OPERATORS: dict[str, Function] = {
     "average pooling by windows": lambda x: F.avg_pool2d(x, (3, 2), None, 1, count_include_pad=False),
     "average pooling with a stride": lambda x: F.avg_pool2d(x, 3, stride=1),
     "clamp between tensors": lambda x: x.clamp(x.mean(1, keepdim=True) - 0.1, max=x.mean()),
+    "largest of an axis": lambda x: x.max(1)[0] + torch.max(x.abs(), dim=1)[0],
+    "smallest of an axis, kept": lambda x: x * torch.min(x, 2, True)[0] + x.min(dim=-1, keepdim=True)[0],
+    "largest of an axis, by its name": lambda x: x.max(1).values - 1,
+    "larger and smaller of two": lambda x: torch.max(x, x.roll(1, 0)) + x.min(x.roll(1, 1)),
+    "largest of all": lambda x: x / x.max(),
+    "filled nowhere": lambda x: x.masked_fill(torch.zeros(12, 10, dtype=torch.bool), 7.0),
+    "filled in a place": lambda x: x.masked_fill(torch.arange(10) == 3, 7.0),
+    "filled nowhere, and larger": lambda x: x[:1, :, :1].masked_fill(torch.zeros(2, 1, 12, 1) > 0, 7.0).sum((0, 2)),
+    "filled where it is negative": lambda x: x.masked_fill(x < 0, 7.0),
     "clamp by a tensor": lambda x: torch.clip(x, max=x.roll(1, 0)),
     "every second": lambda x: x[:, 1::2],
     "expanded": lambda x: x[:1].expand(2, 6, 12, 10),
@@ -200,6 +209,38 @@ class Hidden(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.gelu(x, approximate="tanh")
+
+
+EXTREMES: dict[str, tuple[Function, int]] = {
+    "largest": (lambda x: x.max(1)[0] + torch.max(x.abs(), dim=1)[0], 0),
+    "largest, read twice": (lambda x: (found := x.max(2, True), found[0] * found[0])[-1], 0),
+    "largest, and where": (lambda x: (found := x.max(1), found[0] * found[1])[-1], 1),
+    "where the smallest is": (lambda x: x.min(dim=3)[1] * 1.5, 1),
+    "larger of two": (lambda x: torch.max(x, x.roll(1, 0)), 1),
+    "all of it": (lambda x: x.max(1), 1),
+}
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_places_that_nobody_reads_are_not_found(name: str) -> None:
+    function, left = EXTREMES[name]
+    x = torch.randn(SIZE)
+    x[0, 0, 0, 0] = math.nan
+    forms = Forms(symbolic_trace(Of(function)), [torch.randn(SIZE)])
+    program: Any = torch.jit.trace(forms, (torch.randn(SIZE), *forms.beside), check_trace=False)
+    kinds = [node.kind() for node in torch.jit.freeze(program.eval()).graph.nodes()]
+    assert kinds.count("aten::max") + kinds.count("aten::min") == left
+    expected = pytree.tree_leaves(function(x))[0]
+    assert torch.equal(result_of(forms, x).nan_to_num(9), expected.nan_to_num(9))
+
+
+@pytest.mark.parametrize("name", ["filled nowhere", "filled in a place"])
+def test_what_is_filled_nowhere_is_left(name: str) -> None:
+    forms = Forms(symbolic_trace(Of(OPERATORS[name])), [torch.randn(SIZE)])
+    program: Any = torch.jit.trace(forms, (torch.randn(SIZE), *forms.beside), check_trace=False).graph
+    filling = any("masked_fill" in node.kind() for node in program.nodes())
+    assert filling is (name == "filled in a place")
+    assert bool(forms.beside) is filling
 
 
 def test_gelu_by_tanh_that_is_not_seen_is_refused() -> None:

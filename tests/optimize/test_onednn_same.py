@@ -108,6 +108,56 @@ def test_a_table_of_pairs_is_made_once() -> None:
     check(Table(), gm)
 
 
+class Learned(nn.Module):
+    """A bias for each pair that layers compute from how far its two places are apart, as Swin V2's, in place."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 8), activation, nn.Linear(8, 3, bias=False))
+        self.apart: Tensor
+        self.register_buffer("apart", weight(10, 10, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.layers(self.apart).permute(2, 0, 1)).softmax(-1)
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(inplace=True), nn.SiLU(inplace=True), nn.ReLU()])
+def test_a_bias_that_layers_compute_is_made_once(activation: nn.Module) -> None:
+    model = Learned(activation).eval()
+    gm = rg.trace(model, (X,))
+    forms = Forms(gm, [X])
+    program: Any = torch.jit.trace(forms, (X, *forms.beside), check_trace=False).graph
+    kinds = {node.kind() for node in program.nodes()}
+    assert not forms.known.writes
+    assert kinds == {"prim::Constant", "aten::add", "aten::softmax", "prim::TupleConstruct"}
+    check(model, gm)
+
+
+def test_a_layer_in_place_on_what_changes_is_not_the_same() -> None:
+    gm = rg.trace(nn.Sequential(nn.Linear(10, 10), nn.ReLU(inplace=True)), (X,))
+    assert not {node for node in Forms(gm, [X]).known.steady if node.op != "get_attr"}
+
+
+class Growing(nn.Module):
+    """Writes into what it is given, each time more."""
+
+    inplace, calls = True, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x.add_(self.calls)
+
+
+def test_what_a_layer_of_the_users_writes_is_not_the_same() -> None:
+    root, graph = nn.ModuleDict({"growing": Growing()}), torch.fx.Graph()
+    x = graph.placeholder("x")
+    table = graph.call_function(torch.zeros, (3,))
+    graph.output(graph.call_function(torch.add, (x, graph.call_module("growing", (table,)))))
+    forms = Forms(torch.fx.GraphModule(root, graph), [torch.ones(3)])
+    assert not forms.known.steady
+    assert forms.known.writes
+
+
 OTHERS: dict[str, Function] = {
     "what changes goes into it": lambda x: (t := filled(x), t[0].copy_(x[0, 0]), x + t)[-1],
     "what changes is multiplied with it": lambda x: (t := filled(x), t[1].mul_(x[0, 1, 2]), x + t)[-1],

@@ -44,6 +44,16 @@ def attend(weights: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(weights, -1) @ v
 
 
+def again(x: Tensor) -> Tensor:
+    """As many windows of a second image."""
+    return torch.cat((x, x.flip(2)))
+
+
+def later() -> Tensor:
+    """Hides what comes later."""
+    return torch.full((L, L), LOWEST).triu(1)
+
+
 FORMS: dict[str, Callable[..., Any]] = {
     "plain": lambda m, q, k, v: attend(scores(q, k), v),
     "times a scale": lambda m, q, k, v: attend(scores(q, k) * 0.3, v),
@@ -87,6 +97,44 @@ FORMS: dict[str, Callable[..., Any]] = {
     "key and value viewed as they were added": lambda m, q, k, v: attend(
         scores(q, (k + 1).view(B, H, S, D)), (v + 1).view(B, H, S, D)
     ),
+    "times a factor of each head": lambda m, q, k, v: attend(scores(q, k) * m.factors, v),
+    "a factor times": lambda m, q, k, v: attend(m.factors * scores(q, k) * 0.3 + m.mask, v),
+    "divided by a factor": lambda m, q, k, v: attend(scores(q, k) / m.factors, v),
+    "by two factors": lambda m, q, k, v: attend(m.temperature * scores(q, k) / m.factors, v),
+    "factors of each element of the batch": lambda m, q, k, v: attend(scores(q, k) * q[:, :1, :1, :1], v),
+    "a mask for each window": lambda m, q, k, v: attend(
+        ((scores(q, k) * m.factors + m.bias).view(1, B, H, L, S) + m.mask[None]).view(-1, H, L, S), v
+    ),
+    "two masks for each window, of many": lambda m, q, k, v: attend(
+        (scores(again(q), again(k)).view(q.shape[0], B, H, L, S) + m.mask + m.mask[None]).view(-1, H, L, S), again(v)
+    ).view(2, -1, H, L, D),
+    "filled in a view": lambda m, q, k, v: attend(
+        scores(again(q), again(k))
+        .reshape([B, B, H, L, S])
+        .masked_fill(m.hidden[:, None], -math.inf)
+        .reshape([B * B, H, L, S]),
+        again(v),
+    ),
+    "masks in a view of three axes more": lambda m, q, k, v: attend(
+        (scores(again(q), again(k)).view(B, 1, B, H, L, S) + m.mask[None, None]).view(-1, H, L, S), again(v)
+    ),
+    "causal in a view and by itself": lambda m, q, k, v: attend(
+        (scores(again(q), again(q)).view(B, B, H, L, L) + later().expand(B, B, 1, L, L)).view(-1, H, L, L)
+        + later().expand(2 * B, 1, L, L),
+        again(q),
+    ),
+    "a bias in a view": lambda m, q, k, v: attend(
+        (scores(q, k).view(1, B, H, L, S) + m.bias).view(B, H, L, S) + m.mask, v
+    ),
+    "five axes": lambda m, q, k, v: attend(scores(q[None] * 0.3, k[None]), v[None]),
+    "five axes that are views of nothing": lambda m, q, k, v: attend(
+        *(lambda q, k, v: (scores(q, k) + m.causal[:L, :S] * 0.5, v))(
+            *(again(x).view(B, B, H, -1, D) for x in (q, k, v))
+        )
+    ),
+    "five axes and a mask": lambda m, q, k, v: attend(
+        scores(q[:, None], k[:, None]).masked_fill(m.hidden[:, None], -math.inf), v[:, None]
+    ),
     "three axes": lambda m, q, k, v: attend(
         torch.bmm(q.reshape(B * H, L, D), k.reshape(B * H, S, D).transpose(1, 2)) * 0.3, v.reshape(B * H, S, D)
     ),
@@ -101,6 +149,7 @@ def model_of(function: Callable[..., Any]) -> nn.Module:
     mask[HIDDEN] = LOWEST
     causal = torch.ones(L, S, dtype=torch.bool).triu(1)
     parts = {"mask": mask, "bias": torch.randn(H, L, S), "hidden": HIDDEN, "causal": causal}
+    parts |= {"factors": torch.rand(H, 1, 1) + 0.5, "temperature": nn.Parameter(torch.tensor(1.5))}
     model = Three(function, softmax=nn.Softmax(-1), **parts).eval()
     model.inner.register_buffer("scale", torch.tensor(0.3), persistent=False)
     return model
@@ -163,6 +212,22 @@ def test_other_sizes() -> None:
     gm = rg.FuseAttention()(rg.trace(model, (Q, K, V), dynamic_shapes="auto"))
     assert rg.history(gm)[-1].applied, rg.history(gm)[-1].refused
     assert_matches_float64(model, gm, (torch.randn(4, H, 9, D), torch.randn(4, H, 11, D), torch.randn(4, H, 11, D)))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_masks_of_any_number_of_images(causal: bool) -> None:
+    def function(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = later().expand(B, 1, L, L) if causal else m.mask[..., :L]
+        parted = (scores(q, k) * m.factors).view(q.shape[0] // B, B, H, L, L) + mask.unsqueeze(0)
+        return attend(parted.view(-1, H, L, L), v)
+
+    model = model_of(function)
+    inputs = tuple(torch.randn(2 * B, H, L, D) for _ in range(3))
+    axes: Any = {0: B * torch.export.Dim("images", min=2, max=64)}
+    gm = rg.FuseAttention()(rg.trace(model, inputs, dynamic_shapes=dict.fromkeys("qkv", axes)))
+    assert rg.history(gm)[-1].applied, rg.history(gm)[-1].refused
+    for images in (2, 3):
+        assert_matches_float64(model, gm, tuple(torch.randn(images * B, H, L, D) for _ in range(3)))
 
 
 def test_a_trained_bias_that_was_folded_hides_no_row() -> None:
@@ -241,19 +306,60 @@ def _scale_written(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
     return result
 
 
+def _factor_written(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    factor = m.factors + 0
+    scaled = scores(q, k) * factor
+    factor.add_(1)
+    return attend(scaled, v) + factor.sum()
+
+
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "key written": (_key_written, "changes 'transpose' in place"),
     "mask written": (_mask_written, "in place between"),
     "query written after it was scaled": (_written_before_its_scaled_form_is_read, "in place between 'mul' and"),
     "masked too often": (_masked_often, "neither of them scores"),
-    "scale written": (_scale_written, "something else than a number"),
     "weights returned": (_weights_returned, "also used by"),
     "query written": (_written, "in place"),
     "another axis": (lambda m, q, k, v: torch.softmax(scores(q, k), -2) @ v, "another axis"),
     "unknown between": (lambda m, q, k, v: attend(scores(q, k).tanh() * 5, v), "no scale and no mask"),
     "unknown between, named": (lambda m, q, k, v: attend(scores(q, k).tanh(), v), "'tanh' lies between"),
     "no scores": (lambda m, q, k, v: attend(torch.where(m.hidden, -math.inf, 0.0), v), "0.0 lies between"),
-    "scale of a weight": (lambda m, q, k, v: attend(scores(q, k) * m.bias[:, :1, :1], v), "something else"),
+    "factor of each key": (lambda m, q, k, v: attend(scores(q, k) * m.bias[:, :1], v), "something else"),
+    "factor of each query": (lambda m, q, k, v: attend(scores(q, k) / m.bias[:, :, :1], v), "something else"),
+    "factor of another type": (
+        lambda m, q, k, v: attend((scores(q, k) * m.factors.double()).float(), v),
+        "a tensor in another type",
+    ),
+    "masked, then scaled by a factor": (
+        lambda m, q, k, v: attend((scores(q, k) + m.mask) * m.factors, v),
+        "before they are scaled by 'inner_factors'",
+    ),
+    "factor divided by the scores": (lambda m, q, k, v: attend(m.factors / scores(q, k), v), "something else"),
+    "divided and rounded": (
+        lambda m, q, k, v: attend(torch.div(scores(q, k), m.factors, rounding_mode="floor"), v),
+        "something else",
+    ),
+    "windows that are not counted": (
+        lambda m, q, k, v: attend((scores(q, k).view(-1, B, H, L, S) + m.mask[None]).view(B, H, L, S), v),
+        "only part their first axis",
+    ),
+    "factor of a view": (
+        lambda m, q, k, v: attend((scores(q, k).view(1, B, H, L, S) * m.factors[None]).view(B, H, L, S), v),
+        "a view of the scores",
+    ),
+    "factor of heads that were merged": (
+        lambda m, q, k, v: attend((scores(q, k).view(H, B, L, S) * m.factors[:, None]).view(B, H, L, S), v),
+        "a view of the scores",
+    ),
+    "mask of a view of the heads": (
+        lambda m, q, k, v: attend((scores(q, k).view(1, B * H, L, S) + m.bias.repeat(B, 1, 1)).view(B, H, L, S), v),
+        "only part their first axis",
+    ),
+    "mask of a view of the keys": (
+        lambda m, q, k, v: attend((scores(q, k).view(B, H, S, L) + m.bias.view(H, S, L)).view(B, H, L, S), v),
+        "only part their first axis",
+    ),
+    "written factor": (_factor_written, "in place between"),
     "masked, then scaled": (lambda m, q, k, v: attend((scores(q, k) + m.mask) * 0.3, v), "before they are scaled"),
     "fill with a value": (
         lambda m, q, k, v: attend(torch.where(m.hidden, m.mask, scores(q, k)), v),
@@ -310,6 +416,40 @@ def test_a_finite_mask_in_float16_is_refused() -> None:
     model = model_of(FORMS["filled with the lowest"])
     model.inner.function = lambda m, q, k, v: attend(scores(q, k).masked_fill(m.hidden, -65504.0), v)
     check_refused(rg.FuseAttention(), model.half(), (Q.half(), K.half(), V.half()), "trace", "float16")
+
+
+def test_a_factor_in_float16_is_refused() -> None:
+    model = model_of(FORMS["times a factor of each head"]).half()
+    check_refused(rg.FuseAttention(), model, (Q.half(), K.half(), V.half()), "trace", "the scaled query may overflow")
+
+
+def test_a_constant_number_is_the_scale_of_the_call() -> None:
+    gm = rg.FuseAttention()(rg.trace(model_of(FORMS["times a number in a buffer"]), (Q, K, V)))
+    (call,) = gm.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention)
+    assert call.kwargs["scale"] == pytest.approx(0.3)
+
+
+def test_a_scale_that_is_written_later_is_read_before() -> None:
+    model = model_of(_scale_written)
+    gm = rg.FuseAttention()(rg.trace(model, (Q, K, V)))
+    assert rg.history(gm)[-1].applied
+    twin = copy.deepcopy(model)
+    for _ in range(2):
+        torch.testing.assert_close(gm(Q, K, V), twin(Q, K, V))
+
+
+@pytest.mark.parametrize("free", [0, 1, 2])
+def test_five_axes_are_given_to_the_fast_kernel(free: int) -> None:
+    model = model_of(FORMS["plain"])
+    inputs = tuple(torch.randn(2, 3, H, L, D) for _ in range(3))
+    axes = dict.fromkeys(range(free), torch.export.Dim.AUTO)
+    gm = rg.FuseAttention()(rg.trace(model, inputs, dynamic_shapes=dict.fromkeys("qkv", axes) if free else None))
+    with torch.profiler.profile() as profile, torch.no_grad():
+        gm(*inputs)
+    assert any("flash_attention" in event.key for event in profile.key_averages()) == (free < 2)  # one size may be free
+    assert_matches_float64(model, gm, inputs)
+    if free:
+        assert_matches_float64(model, gm, tuple(torch.randn(5, 2 + free, H, L, D) for _ in range(3)))
 
 
 def test_float64_lowered_on_the_way_is_refused() -> None:

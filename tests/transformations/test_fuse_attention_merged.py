@@ -140,6 +140,10 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         lambda m, q, k, v: attend(torch.baddbmm(m.bias, merged(q), merged(k.mT)).view(B, H, L, S), v),
         "not transposed",
     ),
+    "scaled by a tensor, then parted": (
+        lambda m, q, k, v: attend((torch.bmm(merged(q), merged(k).mT) * m.bias[:, :, :1]).view(B, H, L, S), v),
+        "masked already, or scaled by a tensor",
+    ),
     "masked, then parted": (
         lambda m, q, k, v: attend((torch.bmm(merged(q), merged(k).transpose(1, 2)) + m.bias).view(B, H, L, S), v),
         "masked already",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from regraft.core.vocabulary import (
     MATMUL,
     MULTIPLY,
     PERMUTE,
+    RESHAPE,
     TRANSPOSE,
     WHERE,
     Call,
@@ -35,44 +36,118 @@ _DEEPEST = 12
 
 @dataclass(frozen=True)
 class Mask:
-    """What was done to the scores: `node` added, or `fill` put where `node` is true (or, `keeps`, where it is not)."""
+    """What was done to the scores: `node` added, or `fill` put where `node` is true (or, `keeps`, where it is not).
+
+    `parts` are the sizes of the axes in whose place the scores have a single one, where it was done to a view of them.
+    """
 
     node: Node
     fill: float | None = None
     keeps: bool = False
+    parts: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Factor:
+    """What the scores are multiplied with, or divided by: `node`, by the call `call`."""
+
+    call: Call
+    node: Node
 
 
 @dataclass
 class Scores:
-    """The scores of attention: `scale` times the product of the query and the transposed key, and the masks."""
+    """The scores of attention: `scale` times the product of the query and the transposed key, and the masks.
+
+    `factors` are multiplications and divisions by tensors of one element for each head, or one for all.
+    """
 
     product: Call
     scale: float = 1.0
     masks: list[Mask] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
+    factors: list[Factor] = field(default_factory=list)
 
 
 def read_scores(value: Any, owner: GraphModule, facts: Facts) -> Scores:
     """The scores that `value` is, or a refusal that names what is not understood."""
-    scale, masks, nodes = 1.0, list[Mask](), list[Node]()
+    scale, masks, nodes, factors = 1.0, list[Mask](), list[Node](), list[Factor]()
+    whole: int | None = None  # how many of the masks are those of the scores as they come out of the last view
     while True:
         call = read(value, owner)
-        known = call is not None and call.operation in (MATMUL, CAST, MULTIPLY, DIVIDE, ADD, MASKED_FILL, WHERE)
+        known = call is not None and call.operation in _BETWEEN
         name = value.name if isinstance(value, Node) else value
         require(that(known, f"{name!r} lies between the scores and the softmax, and is no scale and no mask"))
         assert call is not None
         nodes.append(call.node)
         if call.operation is MATMUL:
-            return Scores(call, scale, masks, nodes)
+            require(*(_of_product(factor, call) for factor in factors))
+            return Scores(call, scale, masks, nodes, factors)
         if call.operation is CAST:
             value = call["input"]
+        elif call.operation is RESHAPE:
+            value, first = call["input"], len(masks) if whole is None else whole
+            masks[first:] = [_parted(mask, call) for mask in masks[first:]]
+            whole = len(masks)
         elif call.operation in (MULTIPLY, DIVIDE):
-            value, factor = scaled(call, facts)
-            scale *= factor
+            factor = _factor_of(call, facts)
+            if factor is not None:
+                value = call["other"] if factor.node is call["input"] else call["input"]
+                factors.append(factor)
+            else:
+                value, number = scaled(call, facts)
+                scale *= number
         else:
-            require(that(scale == 1, f"{call.where} masks the scores before they are scaled by {scale}"))
+            plain = scale == 1 and not factors
+            require(that(plain, f"{call.where} masks the scores before they are scaled by {_named(scale, factors)}"))
             value, mask = _masked(call, facts)
             masks.append(mask)
+
+
+_BETWEEN = (MATMUL, CAST, RESHAPE, MULTIPLY, DIVIDE, ADD, MASKED_FILL, WHERE)
+"""What may lie between the product and the softmax."""
+
+
+def _named(scale: float, factors: list[Factor]) -> str:
+    return f"{factors[0].node.name!r}" if factors else f"{scale}"
+
+
+def _factor_of(call: Call, facts: Facts) -> Factor | None:
+    """A multiplication with, or a division by, a tensor that is the same for all elements of a head's scores."""
+    if call["rounding_mode"] is not None:
+        return None
+    for one, other in (("input", "other"), ("other", "input"))[: 1 if call.operation is DIVIDE else 2]:
+        value = value_of(call[other])
+        alike = value is not None and same_shape(value.shape[-2:], (1, 1)[: value.ndim])
+        if alike and constant(call[other], facts) is None and _leads_to_product(call[one], call.owner):
+            return Factor(call, call[other])
+    return None
+
+
+def _of_product(factor: Factor, product: Call) -> str | None:
+    """The query can be multiplied instead: where the scores had the axes of the product, and in its type."""
+    scores, plain, other = value_of(factor.call.node), value_of(product.node), value_of(factor.node)
+    if scores is None or plain is None or other is None:
+        return f"the shapes around {factor.call.where} are not known"
+    alike = same_shape(scores.shape, plain.shape) and other.dtype == plain.dtype
+    reason = that(alike, f"{factor.call.where} scales by a tensor in another type, or a view of the scores")
+    half = other.dtype is torch.float16
+    return reason or that(not half, f"{factor.call.where} scales float16, in which the scaled query may overflow")
+
+
+def _parted(mask: Mask, view: Call) -> Mask:
+    """A mask of a view of the scores, whose leading axes are one axis in the scores."""
+    value, parted, merged = value_of(mask.node), value_of(view.node), value_of(view.input)
+    refusal = f"{view.where} is a view of the scores that does not only part their first axis"
+    require(that(value is not None and parted is not None and merged is not None, refusal))
+    assert value is not None
+    assert parted is not None
+    assert merged is not None
+    sizes, kept = view["shape"], merged.ndim - 1
+    parts = tuple(sizes[:-kept]) if isinstance(sizes, (list, tuple)) else ()
+    known = all(isinstance(size, Node) or (isinstance(size, int) and size >= 0) for size in parts)
+    require(that(bool(parts) and known and same_shape(parted.shape[-kept:], merged.shape[1:]), refusal))
+    return replace(mask, parts=parts) if value.ndim > kept else mask
 
 
 def scaled(call: Call, facts: Facts) -> tuple[Any, float]:
@@ -113,7 +188,7 @@ def _leads_to_product(value: Any, owner: GraphModule, depth: int = _DEEPEST) -> 
     call = read(value, owner) if depth else None
     if call is None or call.operation is MATMUL:
         return call is not None
-    if call.operation in (CAST, MULTIPLY, DIVIDE, ADD, MASKED_FILL, WHERE):
+    if call.operation in _BETWEEN:
         return any(_leads_to_product(call[name], owner, depth - 1) for name in ("input", "other"))
     return False
 

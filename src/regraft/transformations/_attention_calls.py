@@ -8,6 +8,7 @@ from functools import reduce
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
@@ -164,7 +165,7 @@ def is_causal(masks: list[Mask], scale: float | None, query: Any, value: Any, ow
     keys: Any = v.shape[-2]
     if not isinstance(length, int) or length != keys:
         return False
-    values = [constant_value(mask.node, owner, facts, _LARGEST) for mask in masks]
+    values = [_constant_mask(mask, q.ndim, owner, facts) for mask in masks]
     known = [value for value in values if value is not None]
     if len(known) < len(masks) or any(value.shape[-2:] != (length, length) for value in known):
         return False
@@ -178,27 +179,45 @@ def is_causal(masks: list[Mask], scale: float | None, query: Any, value: Any, ow
     return bool(torch.where(seen, total == 0, total <= torch.finfo(total.dtype).min / 2).all())
 
 
+def _constant_mask(mask: Mask, axes: int, owner: GraphModule, facts: Facts) -> Tensor | None:
+    """The value of a mask that has always the same, with the axes of the scores; None for others."""
+    value = constant_value(mask.node, owner, facts, _LARGEST)
+    if value is None or not mask.parts:
+        return value
+    sizes = [size for size in mask.parts if isinstance(size, int)]
+    if len(sizes) < len(mask.parts):
+        return None
+    return value.expand(*sizes, *[-1] * (axes - 1)).flatten(0, len(sizes) - 1)
+
+
 def put(
     edit: Edit,
     result: Node,
     operands: list[Node],
     keywords: dict[str, Any],
-    flat: bool,
+    batches: tuple[int, ...],
     lost: Node | None,
     ordered: bool,
 ) -> None:
     """The fused call in the place of `result`.
+
+    The fast kernels take four axes: three get a first one, and of more the first ones become one.
 
     Args:
         edit: The site's transaction.
         result: The node that gets the value.
         operands: The query, the key and the value.
         keywords: The other arguments.
-        flat: Whether they got a first axis, which goes again.
+        batches: The sizes of the axes before the last three; -1 for one that is not known.
         lost: The rows that are NaN; None where there are none.
         ordered: Whether a reader needs the value contiguous, as a product is and the fused call's need not be.
     """
-    rest: list[tuple[Any, ...]] = [(torch.squeeze, 0)] if flat else []
+    rest: list[tuple[Any, ...]] = []
+    if not batches:
+        operands, rest = [edit.insert(result, torch.unsqueeze, one, 0) for one in operands], [(torch.squeeze, 0)]
+    elif len(batches) > 1:
+        operands = [edit.insert(result, torch.flatten, one, 0, len(batches) - 1) for one in operands]
+        rest = [(torch.unflatten, 0, batches)]
     rest += [(torch.masked_fill, lost, math.nan)] if lost is not None else []
     rest += [(torch.ops.aten.contiguous.default,)] if ordered else []
     if not rest:
@@ -209,6 +228,20 @@ def put(
         value = edit.insert(result, target, value, *more)
     target, *more = rest[-1]
     edit.replace(result, target, value, *more)
+
+
+def batches_of(query: Tensor, mask: Any) -> tuple[int, ...]:
+    """The sizes of the axes before the last three, for `put`; all in one, unless the fused call can have one for them.
+
+    Args:
+        query: The query.
+        mask: What the fused call is given as its mask.
+    """
+    known: list[Any] = list(query.shape[:-3])
+    sizes = [size if isinstance(size, int) else -1 for size in known]
+    masked = value_of(mask)
+    plain = mask is None or (masked is not None and masked.ndim < 4)
+    return tuple(sizes) if plain and sizes.count(-1) < 2 else (-1,)
 
 
 def drop(value: Node, edit: Edit) -> None:

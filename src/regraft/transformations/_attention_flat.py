@@ -113,7 +113,8 @@ def _read(value: Any, weights: Tensor, owner: GraphModule, facts: Facts) -> _Sco
         product_node, more = product.node, [product.node]
     else:
         inner = read_scores(call.input, owner, facts)
-        require(that(not inner.masks, f"{call.where} parts heads that are masked already"))
+        plain = not inner.masks and not inner.factors
+        require(that(plain, f"{call.where} parts heads that are masked already, or scaled by a tensor"))
         found = _Scores(inner.product["input"], inner.product["other"], inner.scale)
         product_node, more = inner.product.node, inner.nodes
     flat = value_of(product_node)

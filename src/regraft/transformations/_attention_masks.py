@@ -76,7 +76,7 @@ def maskable(masks: list[Mask], query: Tensor, facts: Facts) -> str | None:
     for mask in masks:
         value = value_of(mask.node)
         wanted = query.dtype if mask.fill is None else torch.bool
-        if value is None or value.dtype != wanted or value.ndim > query.ndim:
+        if value is None or value.dtype != wanted or (value.ndim > query.ndim and not mask.parts):
             return f"the mask {mask.node.name!r} is not of {wanted}, or has more axes than the scores"
     # in float16 a finite mask swallows the scores of a row that is hidden whole, and in the fused float32 it does not
     finite = any(mask.fill != -math.inf for mask in filled)
@@ -89,15 +89,16 @@ def one_mask(masks: list[Mask], like: Tensor, edit: Edit, before: Node, facts: F
     """One mask for all of them, and which rows it hides whole, where the model has NaN there."""
     if not masks:
         return None, None
+    nodes = [_of_scores(mask, like, edit, before) for mask in masks]
     if masks[0].fill is None:
-        added = masks[0].node
-        for mask in masks[1:]:
-            added = edit.insert(before, torch.add, added, mask.node)
+        added = nodes[0]
+        for node in nodes[1:]:
+            added = edit.insert(before, torch.add, added, node)
         bound = sum(largest(mask.node, facts) for mask in masks)
         if bound <= torch.finfo(like.dtype).max * (1 + torch.finfo(like.dtype).eps / 4):
             return added, None
         return added, edit.insert(before, torch.all, edit.insert(before, torch.eq, added, -math.inf), -1, True)
-    hidden = [edit.insert(before, torch.logical_not, m.node) if m.keeps else m.node for m in masks]
+    hidden = [edit.insert(before, torch.logical_not, n) if m.keeps else n for m, n in zip(masks, nodes, strict=True)]
     every = hidden[0]
     for node in hidden[1:]:
         every = edit.insert(before, torch.logical_or, every, node)
@@ -105,3 +106,11 @@ def one_mask(masks: list[Mask], like: Tensor, edit: Edit, before: Node, facts: F
         return edit.insert(before, torch.logical_not, every), edit.insert(before, torch.all, every, -1, True)
     zeros = edit.insert(before, torch.zeros_like, every, dtype=like.dtype)
     return edit.insert(before, torch.masked_fill, zeros, every, torch.finfo(like.dtype).min), None
+
+
+def _of_scores(mask: Mask, like: Tensor, edit: Edit, before: Node) -> Node:
+    """A mask with the axes of the scores, where it was one of a view of them."""
+    if not mask.parts:
+        return mask.node
+    wide = edit.insert(before, torch.broadcast_to, mask.node, (*mask.parts, *[-1] * (like.ndim - 1)))
+    return edit.insert(before, torch.flatten, wide, 0, len(mask.parts) - 1)

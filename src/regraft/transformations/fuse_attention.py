@@ -11,9 +11,18 @@ from regraft.core.query import Facts, require, that
 from regraft.core.rewrite import Rewrite
 from regraft.core.tree import Op, Through, Tree, TreeMatch, Value
 from regraft.core.values import value_of
-from regraft.core.vocabulary import CAST, DROPOUT, MATMUL, RESHAPE, SOFTMAX, Call, read
+from regraft.core.vocabulary import CAST, DROPOUT, MATMUL, MULTIPLY, RESHAPE, SOFTMAX, Call, read
 from regraft.transformations._attention import along_last, fits, precise, read_scores, unscaled, untransposed
-from regraft.transformations._attention_calls import Attentions, drop, grouped, is_causal, lighten, put, repeats_in_vain
+from regraft.transformations._attention_calls import (
+    Attentions,
+    batches_of,
+    drop,
+    grouped,
+    is_causal,
+    lighten,
+    put,
+    repeats_in_vain,
+)
 from regraft.transformations._attention_flat import fuse_merged
 from regraft.transformations._attention_masks import maskable, one_mask
 
@@ -25,7 +34,10 @@ class FuseAttention(Rewrite):
 
     `softmax(c Q K^T + M) V = attention(Q, K, V, mask=M, scale=c)` (Vaswani et al. 2017, arXiv:1706.03762): with exactly
     the scale and the masks of the model, added or filled in, and NaN in the rows where the model has NaN because every
-    key is hidden. Refused where the weights are read elsewhere, and what the fused call computes less precisely.
+    key is hidden. Refused where the weights are read elsewhere, and what the fused call computes less precisely. A
+    scale that is a tensor, one element for each head, multiplies the query; a mask that was added to a view of the
+    scores, as for the windows of Swin V2, gets their axes; and of more than four axes the first become one, without
+    which torch has no fast kernel.
 
     Keys and values that are repeated for groups of queries (Ainslie et al. 2023, arXiv:2305.13245) are given to the
     call as they were before, on the CPU; and a mask that is known to hide the later positions alone is not made at all.
@@ -55,6 +67,7 @@ class FuseAttention(Rewrite):
         scores = read_scores(match.values["scores"], match.owner, facts)
         inner = sorted({*match.inner, *scores.nodes})
         key, value, masks = scores.product["other"], match.values["value"], [mask.node for mask in scores.masks]
+        read_too = [*masks, *(factor.node for factor in scores.factors)]
         query, scale, above = unscaled(scores.product["input"], scores.scale, match, facts)
         shapes = tuple(value_of(node) for node in (query, key, value))
         q, k, v = shapes
@@ -70,7 +83,7 @@ class FuseAttention(Rewrite):
             fits(q, k, v, scores, softmax),
             maskable(scores.masks, q, facts),
             facts.unchanged(query, min([*inner, *above]), result),
-            *(facts.unchanged(node, min(inner), result) for node in (key, value, *masks)),
+            *(facts.unchanged(node, min(inner), result) for node in (key, value, *read_too)),
         )
 
         transposed = read(key, match.owner)
@@ -80,14 +93,15 @@ class FuseAttention(Rewrite):
         if pair is not None and repeats_in_vain(query, pair, whole, result, facts) is not None:
             pair = None
         causal = is_causal(scores.masks, scale, query, value, match.owner, facts)
+        for factor in scores.factors:
+            by = torch.mul if factor.call.operation is MULTIPLY else torch.div
+            query = edit.insert(result, by, query, factor.node)
         operands = [query, *(pair or (straight or edit.insert(result, torch.transpose, key, -2, -1), value))]
         mask, lost = one_mask(scores.masks if not causal else [], q, edit, result, facts)
-        if q.ndim == 3:  # the fast kernels take four axes
-            operands = [edit.insert(result, torch.unsqueeze, operand, 0) for operand in operands]
         given = {"attn_mask": mask, "is_causal": causal or None, "scale": scale, "enable_gqa": pair and True}
         keywords = {name: one for name, one in given.items() if one is not None}
         ordered = facts.strides_free(result, v.shape[-1]) is not None
-        put(edit, result, operands, keywords, q.ndim == 3, lost, ordered)
+        put(edit, result, operands, keywords, batches_of(q, mask), lost, ordered)
         edit.erase_unread({*inner, *above, *([key] if straight is not None else [])})
         for left in (*(whole if pair else ()), *(masks if causal else ())):
             drop(left, edit)

@@ -39,14 +39,16 @@ def same_in_each_call(gm: GraphModule) -> set[Node]:
 def _found(gm: GraphModule, mutations: Mutations, writing: set[Node], changing: set[Node]) -> set[Node]:
     found = made_of_sizes(gm.graph)
     for node in gm.graph.nodes:
-        understood = _writes_as_it_says(node) if node in writing else _pure(node, gm)
+        understood = _writes_as_it_says(node, gm) if node in writing else _pure(node, gm)
         steady = understood and not draws(node, gm) and found.issuperset(node.all_input_nodes)
         if (steady or (node.op == "get_attr" and not mutations.of(node))) and changing.isdisjoint(mutations.of(node)):
             found.add(node)
     return found
 
 
-def _writes_as_it_says(node: Node) -> bool:
+def _writes_as_it_says(node: Node, gm: GraphModule) -> bool:
+    if node.op == "call_module":  # an activation in place
+        return _pure(node, gm)
     of_torch = isinstance(node.target, OpOverload) and node.target.namespace == "aten"
     return of_torch or known(node)
 

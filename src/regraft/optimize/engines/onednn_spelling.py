@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.fx.node import map_arg
 from torch.nn import functional as F
 
 from regraft.core.padding import padded_ends
+from regraft.core.values import called_name
 from regraft.core.vocabulary import ATTENTION, BATCH_NORM, CONV, GELU, LAYER_NORM, RMS_NORM, Call
 from regraft.optimize.engines.onednn_layouts import anew, dense, lies_oddly, order
 from regraft.optimize.engines.onednn_single import Env, Spelling, from_env, of_single_pixels
@@ -20,6 +23,7 @@ from regraft.optimize.engines.onednn_single import Env, Spelling, from_env, of_s
 JOINING = {"cat", "concat", "concatenate"}
 _POOLING = {"max_pool2d", "avg_pool2d"}
 _CLAMPING = {"clamp", "clip"}
+_EXTREMES: dict[str, Any] = {"max": torch.amax, "min": torch.amin}
 TYPES = (torch.float32, torch.bfloat16)
 """The types that its kernels know."""
 
@@ -58,6 +62,8 @@ def respelled(node: Node, name: str, call: Call | None, result: Tensor, env: Env
         return _with_its_step(node)
     if name in _CLAMPING:
         return _clamped(node, env)
+    if name == "masked_fill":
+        return _filled_nowhere(node, result, env, steady)
     return None
 
 
@@ -248,3 +254,28 @@ def _clamped(node: Node, env: Env) -> Spelling | None:
         return result
 
     return compute
+
+
+def _filled_nowhere(node: Node, result: Tensor, env: Env, steady: Env) -> Spelling | None:
+    """What is filled in no place, whatever the inputs are: as attention is, of whose constant mask no row hides all."""
+    given, mask = (*node.args, None)[:2]
+    if not isinstance(given, Node) or not isinstance(mask, Node) or mask not in steady or bool(steady[mask].any()):
+        return None
+    size: Any = env[given].shape
+    return (lambda env: env[given]) if size == result.shape else None
+
+
+def without_places(node: Node) -> Callable[[Env], tuple[Tensor, None]] | None:
+    """The largest or smallest elements along an axis, where nobody reads their places: torch finds those one by one.
+
+    Args:
+        node: A call.
+    """
+    extreme = _EXTREMES.get(called_name(node))
+    call: dict[str, Any] = {**dict(zip(("input", "dim", "keepdim"), node.args)), **node.kwargs}
+    axis, keeps, given = call.get("dim"), call.get("keepdim", False), call.get("input")
+    if extreme is None or not isinstance(given, Node) or not isinstance(axis, int) or not isinstance(keeps, bool):
+        return None
+    if any(user.target is not operator.getitem or user.args[1] != 0 for user in node.users):
+        return None
+    return lambda env: (extreme(env[given], axis, keeps), None)

@@ -35,7 +35,7 @@ from regraft.optimize.engines.onednn_layouts import (
 from regraft.optimize.engines.onednn_moves import chains, moved_at_once
 from regraft.optimize.engines.onednn_pixels import PixelLayer
 from regraft.optimize.engines.onednn_rotation import Rotation
-from regraft.optimize.engines.onednn_spelling import respelled
+from regraft.optimize.engines.onednn_spelling import respelled, without_places
 from regraft.optimize.engines.written_attention import Mask, WrittenAttention
 
 BROADCASTING = {
@@ -92,7 +92,7 @@ class Values(Images):
         self.numbers: dict[Node, float] = {}
         self.done: set[Node] = set()
         self.results: list[Tensor | None] = []
-        self.respelled: dict[Node, Callable[[Mapping[Node, Any]], Tensor]] = {}
+        self.respelled: dict[Node, Callable[[Mapping[Node, Any]], Any]] = {}
         self.by_pixels: dict[Node, PixelLayer] = {}
         self.inside: dict[Node, set[Node]] = {}
         self.renewing: dict[Node, Callable[..., Tensor]] = {}
@@ -121,6 +121,8 @@ class Values(Images):
             self.numbers[n] = result
         elif n in self.same and result is None:
             self.done.add(n)
+        elif (other := without_places(n)) is not None:
+            self.respelled[n] = other
         if n in self.attentions:
             self.attending += seconds
         if n.op == "output":
@@ -162,6 +164,8 @@ class Values(Images):
         other = respelled(n, name, call, result, self.env, self.steady)
         if other is not None:
             self.respelled[n] = other
+            if name == "masked_fill":  # it is what it is given
+                self.by_torch.add(n)
         self.respelled |= of_columns_read(n, self.gm, self.steady)
         self._note_moves(n)
         self._note_rotation(n, result)
