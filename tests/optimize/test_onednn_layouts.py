@@ -42,6 +42,9 @@ def layouts(function: Callable[[Tensor], Any]) -> dict[str, tuple[int, ...]]:
         lambda x: F.conv_transpose2d(x, weight(6, 8, 3, 3)),
         lambda x: F.max_pool2d(conv(x), 2),
         lambda x: conv(x) * conv(x).mean((2, 3), keepdim=True).sigmoid(),
+        lambda x: conv(x).contiguous().relu(),
+        lambda x: conv(x).mean() + F.interpolate(x.tanh(), scale_factor=2, mode="bilinear"),
+        lambda x: conv(x).mean() + F.interpolate(x.tanh(), (5, 6)),
     ],
 )
 def test_images_have_their_channels_last(function) -> None:
@@ -104,6 +107,8 @@ def test_images_of_layers_do_too() -> None:
         lambda x: (x.tanh().transpose(1, 3), x.exp()[:, 1:, 2:]),
         lambda x: x.flatten(2).permute(2, 0, 1) + 1,
         lambda x: conv(x).permute(1, 3, 0, 2).relu(),
+        lambda x: (conv(x).contiguous(), conv(x).contiguous().view(2, -1), conv(x).contiguous().mT),
+        lambda x: conv(torch.split(conv(x).contiguous(), [6, 2], 1)[0]) * conv(x).contiguous()[:, 1:2],
     ],
 )
 def test_results_lie_as_those_of_the_model(function, layout) -> None:
@@ -139,6 +144,51 @@ def test_a_view_that_an_image_has_not(function) -> None:
     run = built(module, X)
     for _ in range(2):
         torch.testing.assert_close(run([X])[0], module(X))
+
+
+class Resizing(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.larger = nn.Conv2d(6, 8, 1), layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x).mean() + self.larger(x.tanh())
+
+
+@pytest.mark.parametrize("kind", ["nearest", "bilinear", "bicubic", nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d])
+def test_layers_that_resize_images_have_their_channels_last(kind: Any) -> None:
+    layer = nn.Upsample(scale_factor=2, mode=kind) if isinstance(kind, str) else kind(scale_factor=2)
+    gm = symbolic_trace(randomise(Resizing(layer)))
+    found = {node.name: axes for node, (_, axes) in Forms(gm, [X]).known.forms.items()}
+    assert found["larger"] == AS_LAST
+    torch.testing.assert_close(built(gm, X)([X])[0], gm(X))
+
+
+def test_sequences_are_resized_as_they_are() -> None:
+    gm = symbolic_trace(
+        Of(lambda x: conv(x).mean() + F.interpolate(x.flatten(2).tanh(), scale_factor=2, mode="linear"))
+    )
+    torch.testing.assert_close(built(gm, X)([X])[0], gm(X))
+
+
+@pytest.mark.parametrize(
+    ("function", "copied"),
+    [
+        (lambda x: conv(x).contiguous().tanh(), False),
+        (lambda x: conv(x).contiguous(memory_format=torch.contiguous_format), True),
+        (lambda x: conv(x).contiguous(memory_format=LAST).tanh(), False),
+        (lambda x: conv(x).flatten(2).mT.mT.contiguous(), True),
+        (lambda x: x.mT.contiguous() + conv(x).mean(), True),
+        (lambda x: x.contiguous(memory_format=LAST).contiguous(), True),  # no convolution, so no image
+    ],
+)
+def test_an_image_is_laid_no_other_way_in_between(function, copied: bool) -> None:
+    gm = symbolic_trace(Of(function))
+    forms = Forms(gm, [X])
+    node = list(gm.graph.find_nodes(op="call_method", target="contiguous"))[-1]
+    before, after = (forms.known.forms[each][1] for each in (node.all_input_nodes[0], node))
+    assert (before != after) is copied
+    torch.testing.assert_close(built(gm, X)([X])[0], gm(X))
 
 
 def test_a_view_in_sizes_that_there_are_not_is_an_error() -> None:

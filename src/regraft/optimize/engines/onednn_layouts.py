@@ -20,6 +20,8 @@ from regraft.optimize.engines.onednn_same import same_in_each_call
 _VIEWS = {"view", "_unsafe_view", "view_as"}
 _SUMS = {"add", "add_", "iadd"}
 _CONVOLUTIONS = {"conv2d", "conv_transpose2d", "convtranspose2d"}
+_RESIZING = {"interpolate", "upsample", "upsamplingbilinear2d", "upsamplingnearest2d"}
+"""Of which torch's kernels, too, are far faster where the channels lie last."""
 
 
 class Images(Interpreter):
@@ -42,13 +44,16 @@ class Images(Interpreter):
     def __init__(self, gm: GraphModule, images: bool = True) -> None:
         super().__init__(gm)
         self._convolutions: dict[Node, Node] = {}
+        self._resizing: dict[Node, Node] = {}
         self.out_of_place = out_of_place(gm)
         self.same = same_in_each_call(gm)
         self.writes = any(node not in self.out_of_place and node not in self.same for node in mutating_nodes(gm))
         self._bound = self.writes or any(_reads_strides(node, gm) for node in gm.graph.nodes)
         if images and not self._bound:
-            nodes = (node for node in gm.graph.nodes if called(node, gm) in _CONVOLUTIONS)
-            self._convolutions = {node: node.all_input_nodes[0] for node in nodes}
+            self._convolutions, self._resizing = (
+                {node: node.all_input_nodes[0] for node in gm.graph.nodes if called(node, gm) in names}
+                for names in (_CONVOLUTIONS, _RESIZING)
+            )
 
     @property
     def images(self) -> int:
@@ -67,11 +72,22 @@ class Images(Interpreter):
             argument: The argument.
         """
         value = self.env[argument]
-        if self._convolutions.get(n) is not argument or value.ndim != 4:
+        if argument not in (self._convolutions.get(n), self._resizing.get(n)) or value.ndim != 4:
             return value
         if value.shape[2:].numel() == 1:  # its steps are what the kernel before has left, which are not those of torch
             return value.flatten(1).contiguous().view(value.shape)
         return value.contiguous(memory_format=torch.channels_last)
+
+    def run_node(self, n: Node) -> Any:
+        """See `Interpreter.run_node`."""
+        return self.env[n.all_input_nodes[0]] if self._only_lays(n) else super().run_node(n)
+
+    def _only_lays(self, n: Node) -> bool:
+        """Whether a node does nothing but lay an image otherwise than the others."""
+        if called_name(n) != "contiguous" or len(n.args) > 1 or n.kwargs or not self._convolutions:
+            return False
+        image: Tensor = self.env[n.all_input_nodes[0]]
+        return image.is_contiguous(memory_format=torch.channels_last)
 
     def in_rows(self, n: Node, result: Tensor) -> Tensor:
         """What a sum of sequences gives, with the features of a token side by side, as linear layers have them.
