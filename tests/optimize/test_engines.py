@@ -17,6 +17,7 @@ from regraft.optimize.engines import ENGINES, choosing
 from regraft.optimize.engines.flat import Engine, Flat
 from regraft.optimize.graphs import Graph
 from regraft.verify import Comparison
+from regraft.verify.oracle import Oracle
 
 EXACT = {"transformations": [rg.FoldBatchNorm(), rg.MergeLinears()], "seconds": 0.01}
 
@@ -130,7 +131,7 @@ def test_what_rewriting_adds_to_an_engine_is_measured_and_shown(monkeypatch) -> 
         seen.clear()
         ratios[:] = [0.5, ratio, 0.4]
         graph = rg.optimize(heads(), kwargs={"x": image()}, keep="all", **EXACT).graphs[0]
-        subject = Graph("forward", graph.graph_module, graph.inputs, heads())
+        subject = Graph("forward", graph.graph_module, graph.inputs, Oracle(heads(), float64=True, seed=0))
         entry = Entry("forward", graph.graph_module, graph.inputs[1])
         found = choosing.adopt_engine("inductor", subject, entry, 0.01, keep == "measured", {})
         layers = [sum(node.op == "call_module" for node in module.graph.nodes) for module in seen]
@@ -227,7 +228,9 @@ def test_engines_that_may_be_equally_fast_are_timed_against_each_other(
     gm = rg.trace(model, (), call)
     entry, left = Entry("forward", gm, call), list(ratios)
     monkeypatch.setattr(choosing, "compare_speed", comparing(left))
-    found = choosing.adopt_engine("auto", Graph("forward", gm, ((), call), model), entry, 0.01, True, {})
+    found = choosing.adopt_engine(
+        "auto", Graph("forward", gm, ((), call), Oracle(model, float64=True, seed=0)), entry, 0.01, True, {}
+    )
     assert not left
     assert found.engine == taken
     assert {name: said.partition("; ")[2] for name, said in found.tried.items() if "; " in said} == second_looks
@@ -259,7 +262,9 @@ def test_an_engine_is_taken_where_it_is_likely_faster(
         return Comparison(1.0, ratio, ratio, low, high, (ratio,) * 10, 1)
 
     monkeypatch.setattr(choosing, "compare_speed", compare)
-    found = choosing.adopt_engine("torch", Graph("forward", gm, ((), call), model), entry, 0.01, True, {})
+    found = choosing.adopt_engine(
+        "torch", Graph("forward", gm, ((), call), Oracle(model, float64=True, seed=0)), entry, 0.01, True, {}
+    )
     assert (found.engine, entry.engine is not None) == (("onednn", True) if taken else ("torch", False))
     assert said in found.tried["onednn"]
     assert limits == [(choosing.PAIRS, seconds) for seconds in (0.01, choosing.LONGER * 0.01)[:looks]]
@@ -273,7 +278,14 @@ def test_slow_calls_are_not_looked_at_for_longer_than_they_were(monkeypatch, cal
     gm = rg.trace(model, (), x)
     same = Comparison(call, call, 1.0, 0.9, 1.1, (1.0,) * 4, 2, ((call, call),) * 4)
     monkeypatch.setattr(choosing, "compare_speed", lambda *programs, **clock: asked.append(clock) or same)
-    choosing.adopt_engine("torch", Graph("forward", gm, ((), x), model), Entry("forward", gm, x), 0.01, True, {})
+    choosing.adopt_engine(
+        "torch",
+        Graph("forward", gm, ((), x), Oracle(model, float64=True, seed=0)),
+        Entry("forward", gm, x),
+        0.01,
+        True,
+        {},
+    )
     assert len(asked) == looks
 
 

@@ -10,6 +10,7 @@ from models import WINDOW, decoder, ids
 
 from regraft.dropin import grafts_of
 from regraft.optimize import optimize
+from regraft.verify import oracle
 
 pytest.importorskip("transformers")
 
@@ -67,6 +68,15 @@ SEARCHES = [{"do_sample": True}, {"num_beams": 3}, {"num_beams": 2, "do_sample":
 def test_sampling_and_beams_run_on_the_graphs(pair, options) -> None:
     model, result = pair
     assert ran(model, result.model, example(model), **options)["decode"] == 7
+
+
+def test_all_graphs_are_compared_with_one_copy_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, in_precision = [], oracle.in_precision
+    monkeypatch.setattr(oracle, "in_precision", lambda model, dtype: made.append(dtype) or in_precision(model, dtype))
+    model = decoder("Llama")
+    result = optimize(model, kwargs=example(model), transformations="MergeLinears", keep="all", engine="eager")
+    assert len(result.graphs) > 3
+    assert made == [torch.float64]
 
 
 def test_padded_texts_have_graphs_of_their_own(pair) -> None:

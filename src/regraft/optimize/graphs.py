@@ -28,7 +28,7 @@ class Graph:
         name: `"forward"`, or `"prefill"` and `"decode"` for what a decoder's `generate` calls.
         gm: The graph module.
         inputs: The call.
-        reference: The original, which is called likewise.
+        oracle: The original, which is called likewise, and its float64 copy, made once for all graphs of a model.
         more: Further calls of the same form, to verify with.
         ignores: Attributes that the model sets itself as it runs, and with which the graph has nothing to do.
         like: The graph of the same layers whose rewrites this one gets, unmeasured; None for one of its own.
@@ -41,7 +41,7 @@ class Graph:
     name: str
     gm: fx.GraphModule
     inputs: Inputs
-    reference: Callable[..., Any]
+    oracle: Oracle
     more: tuple[Inputs, ...] = ()
     ignores: frozenset[Attribute] = frozenset()
     like: str | None = None
@@ -49,10 +49,10 @@ class Graph:
     seconds: float = 0.0
     whole: fx.GraphModule | None = None
 
-    @cached_property
-    def oracle(self) -> Oracle:
-        """The original and its float64 copy, made once for all verifications."""
-        return Oracle(self.reference, float64=True, seed=0)
+    @property
+    def reference(self) -> Callable[..., Any]:
+        """The original."""
+        return self.oracle.reference
 
     @cached_property
     def shorter(self) -> Inputs | None:

@@ -26,6 +26,7 @@ from regraft.dropin import Entry, Reader, share
 from regraft.optimize.axes import axes_of
 from regraft.optimize.graphs import Graph
 from regraft.optimize.observing import beyond_the_window, calls_of_generate
+from regraft.verify.oracle import Oracle
 from regraft.verify.run import Inputs
 
 logger = logging.getLogger("regraft")
@@ -76,10 +77,10 @@ def subject_of(
             given: Any = model.example_inputs or ((), {})
             inputs = (tuple(given[0]), dict(given[1]))
         say("lifting the program")
-        return Subject(model, None, None, [Graph("forward", lift(model), inputs, model.module())])
+        return Subject(model, None, None, [Graph("forward", lift(model), inputs, _oracle(model.module()))])
     if isinstance(model, fx.GraphModule):
         own = GraphModule.__copy__(model) if isinstance(model, GraphModule) else adopt(copy.copy(model))
-        return Subject(model, None, None, [Graph("forward", own, inputs, model)])
+        return Subject(model, None, None, [Graph("forward", own, inputs, _oracle(model))])
     return _module(model, inputs, dynamic_shapes, say)
 
 
@@ -108,6 +109,7 @@ def _module(
         logger.warning("%s", notes[-1])
         twin.eval()
         reference = share(model).eval()
+    oracle = _oracle(reference)
     reader = Reader(twin)
     call = reader.read(*inputs) if any(inputs) else _made(twin, reader, notes)
     call, *_ = reader.without_empty_cache(call)
@@ -121,7 +123,7 @@ def _module(
             continue
         say("capturing the model" + (f"'s {name}" if name != "forward" else ""))
         try:
-            graphs.append(replace(_captured(name, twin, reader, reference, calls, dynamic_shapes, own), like=like))
+            graphs.append(replace(_captured(name, twin, reader, oracle, calls, dynamic_shapes, own), like=like))
         except CaptureError as error:
             failures[name] = error
     if not graphs:
@@ -154,7 +156,7 @@ def _captured(
     name: str,
     twin: nn.Module,
     reader: Reader,
-    reference: nn.Module,
+    oracle: Oracle,
     calls: list[dict[str, Any]],
     dynamic_shapes: Any,
     own: Set[Attribute],
@@ -164,11 +166,15 @@ def _captured(
     shapes = axes_of(twin, first) if dynamic_shapes == "auto" and is_pretrained(twin) else dynamic_shapes
     with used_meanwhile(twin, own) as used:
         gm = trace(twin, *reader.apart(first), dynamic_shapes=shapes)
-    graph = Graph(name, gm, reader.apart(first), reference, ignores=frozenset(own - used), reader=reader)
+    graph = Graph(name, gm, reader.apart(first), oracle, ignores=frozenset(own - used), reader=reader)
     _expect_to_run(graph)
     seconds = _seconds_of(graph)
     entry = Entry(name, gm, first)
     return replace(graph, seconds=seconds, more=tuple(reader.apart(one) for one in calls[1:] if entry.takes(one)))
+
+
+def _oracle(reference: nn.Module) -> Oracle:
+    return Oracle(reference, float64=True, seed=0)
 
 
 def _expect_to_run(graph: Graph) -> None:
