@@ -137,6 +137,16 @@ _DEBERTA = {
 _GEMMA = {"hidden_size": 768, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 1}
 _GEMMA |= {"head_dim": 96, "intermediate_size": 3072, "vocab_size": 32000, "use_cache": False}
 
+
+def _vitpose(batch: int) -> tuple[nn.Module, dict[str, Any]]:
+    from transformers import VitPoseBackboneConfig, VitPoseConfig, VitPoseForPoseEstimation
+
+    backbone = VitPoseBackboneConfig(hidden_size=384, num_attention_heads=6)
+    return VitPoseForPoseEstimation(VitPoseConfig(backbone_config=backbone)), {
+        "pixel_values": torch.randn(batch, 3, 256, 192)
+    }
+
+
 # Others, which run only where they are asked for by name.
 OTHERS: dict[str, Callable[[int], tuple[nn.Module, dict[str, Any]]]] = {
     "resnet18": _image_classifier(
@@ -150,6 +160,8 @@ OTHERS: dict[str, Callable[[int], tuple[nn.Module, dict[str, Any]]]] = {
     "swinv2-tiny": _image_classifier("Swinv2"),
     "beit": _image_classifier("Beit", use_relative_position_bias=True),
     "levit": _image_classifier("Levit"),
+    "hiera": _image_classifier("Hiera"),
+    "vitpose": _vitpose,
     "distilbert": _language_model("DistilBertModel", 128),
     "deberta-v3": _language_model("DebertaV2Model", 128, **_DEBERTA),
     "gpt2": _language_model("GPT2LMHeadModel", 64, use_cache=False),
