@@ -418,9 +418,11 @@ def test_a_finite_mask_in_float16_is_refused() -> None:
     check_refused(rg.FuseAttention(), model.half(), (Q.half(), K.half(), V.half()), "trace", "float16")
 
 
-def test_a_factor_in_float16_is_refused() -> None:
-    model = model_of(FORMS["times a factor of each head"]).half()
-    check_refused(rg.FuseAttention(), model, (Q.half(), K.half(), V.half()), "trace", "the scaled query may overflow")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_factor_in_half_precision_is_refused(dtype: torch.dtype) -> None:
+    model = model_of(FORMS["times a factor of each head"]).to(dtype)
+    inputs = (Q.to(dtype), K.to(dtype), V.to(dtype))
+    check_refused(rg.FuseAttention(), model, inputs, "trace", "the query would be rounded more")
 
 
 def test_a_constant_number_is_the_scale_of_the_call() -> None:

@@ -31,6 +31,8 @@ from regraft.core.vocabulary import (
 
 _HIDDEN = -1e4
 """A score from which on a softmax has no weight left: exp(-1e4) is zero in every precision."""
+_BETWEEN = (MATMUL, CAST, RESHAPE, MULTIPLY, DIVIDE, ADD, MASKED_FILL, WHERE)
+"""What may lie between the product and the softmax."""
 _DEEPEST = 12
 
 
@@ -104,10 +106,6 @@ def read_scores(value: Any, owner: GraphModule, facts: Facts) -> Scores:
             masks.append(mask)
 
 
-_BETWEEN = (MATMUL, CAST, RESHAPE, MULTIPLY, DIVIDE, ADD, MASKED_FILL, WHERE)
-"""What may lie between the product and the softmax."""
-
-
 def _named(scale: float, factors: list[Factor]) -> str:
     return f"{factors[0].node.name!r}" if factors else f"{scale}"
 
@@ -131,8 +129,10 @@ def _of_product(factor: Factor, product: Call) -> str | None:
         return f"the shapes around {factor.call.where} are not known"
     alike = same_shape(scores.shape, plain.shape) and other.dtype == plain.dtype
     reason = that(alike, f"{factor.call.where} scales by a tensor in another type, or a view of the scores")
-    half = other.dtype is torch.float16
-    return reason or that(not half, f"{factor.call.where} scales float16, in which the scaled query may overflow")
+    half = other.dtype in (torch.float16, torch.bfloat16)
+    return reason or that(
+        not half, f"{factor.call.where} scales in half precision, and the query would be rounded more"
+    )
 
 
 def _parted(mask: Mask, view: Call) -> Mask:
