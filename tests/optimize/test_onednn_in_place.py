@@ -54,6 +54,10 @@ ANEW: dict[str, tuple[Callable[[Tensor], Any], list[str]]] = {
     "several": (lambda x: torch.relu_(conv(x).add_(x)).mul_(2), ["add_", "relu_", "mul_"]),
     "read before": (lambda x: (lambda y: y.mean() + y.sub_(x))(conv(x)), ["sub_"]),
     "not of floats": (lambda x: (conv(x) > 0).logical_or_(x > 0) * x, ["logical_or_"]),
+    "a part": (lambda x: (lambda y: y[:, :4].relu_() + y[:, 4:])(conv(x)), ["relu_"]),
+    "a part of the last axes": (lambda x: (lambda y: y[..., 1:3, :].relu_() + y[..., 3:5, :])(conv(x)), ["relu_"]),
+    "each part": (lambda x: (lambda y: y[:, 1:4].relu_() * y[:, 4:7].tanh_())(conv(x)), ["relu_", "tanh_"]),
+    "a part of what is read before": (lambda x: (lambda y: y.mean() + y[:2].relu_())(conv(x)), ["relu_"]),
     "nobody reads it": (lambda x: (conv(x).relu_(), x + 1)[1], ["relu_"]),
 }
 
@@ -77,7 +81,22 @@ STAYS: dict[str, Callable[[Tensor], Any]] = {
     "an input": lambda x: x.add_(1) * 2,
     "read after": lambda x: (lambda y: y.relu_() + y)(conv(x)),
     "read after as another": lambda x: (lambda y: (y.view(2, -1), y.relu_())[0].sum() + y.sum())(conv(x)),
-    "a view": lambda x: (lambda y: y[:, :4].relu_() + y[:, 4:])(conv(x)),
+    "a view": lambda x: (lambda y: y.view(-1).relu_() + y.view(-1))(conv(x)),
+    "a part that overlaps": lambda x: (lambda y: y[:, :4].relu_() + y[:, 3:7])(conv(x)),
+    "a part by another axis": lambda x: (lambda y: y[:, :4].relu_().sum() + y[:, :, 4:])(conv(x)),
+    "a part from the other end": lambda x: (lambda y: y[:, 0:4].relu_().sum() + y[..., 4:8])(conv(x)),
+    "a part from behind": lambda x: (lambda y: y[:, :-4].relu_().sum() + y[:, 3:])(conv(x)),
+    "a part up to a size": lambda x: (lambda y: y[:, : x.size(3)].relu_().sum() + y[:, 4:])(conv(x)),
+    "a part, read by an element": lambda x: (lambda y: y[0].relu_() + y[1])(conv(x)),
+    "a part of one more axis": lambda x: (lambda y: y[None, :1].relu_().sum() + y[:, 1:4])(conv(x)),
+    "a part, read by a mask": lambda x: (lambda y: y[:1, :4].relu_().sum() + y[y.new_ones(2) > 0, 4:])(conv(x)),
+    "a part of what is a bound": lambda x: (lambda y: y[:, :1, :].add_(1).sum() + x[:, 1:, y:])(
+        torch.zeros_like(x[:1, :1, :1, 0], dtype=torch.long)
+    ),
+    "a part of what is read after": lambda x: (lambda y: y[:, :4].relu_().sum() + y.mean())(conv(x)),
+    "a part of what is seen through a view": lambda x: (lambda y: (y.view(-1), y[:, :4].relu_())[0])(conv(x)),
+    "a part of an input": lambda x: x[:, :4].add_(1) + x[:, 4:],
+    "a part that is read after": lambda x: (lambda y: y.relu_() + y)(conv(x)[:, :4]),
     "seen through a view": lambda x: (lambda y: (y[:, :4], y.relu_())[0])(conv(x)),
     "twice": lambda x: (lambda y: (y.relu_(), y.mul_(2))[1])(conv(x)),
     "returned": lambda x: (lambda y: (y.relu_(), y))(conv(x)),
@@ -95,7 +114,7 @@ STAYS: dict[str, Callable[[Tensor], Any]] = {
 def test_it_stays(name: str) -> None:
     gm = symbolic_trace(Of(STAYS[name]))
     assert not found(gm) or name == "twice"
-    if name not in ("drawn", "an input"):
+    if name not in ("drawn", "an input", "a part of an input"):
         forms = Forms(gm, [X])
         torch.testing.assert_close(forms.complete(forms(X, *forms.beside))[0], _first(gm(X)))
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Container, Iterator
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
 from regraft.core.flow import draws
-from regraft.core.mutation import is_own, read_later, writes
+from regraft.core.mutation import is_own, may_alias, read_later, writes
 from regraft.core.vocabulary import attribute
 
 
@@ -35,11 +37,41 @@ def out_of_place(gm: GraphModule) -> dict[Node, tuple[Node, Callable[..., Any]]]
         written = writes(node, gm)
         if len(written) != 1 or draws(node, gm):
             continue
-        if is_own(written[0], gm, found) and read_later(written[0], node, gm) is None:
+        own = is_own(written[0], gm, found) or _is_own_part(written[0], node, gm, found)
+        if own and read_later(written[0], node, gm) is None:
             instead = _instead(node, gm)
             if callable(instead):
                 found[node] = written[0], instead
     return found
+
+
+def _is_own_part(value: Node, last: Node, gm: GraphModule, found: Container[Node]) -> bool:
+    """Whether a value is a part of a tensor of which nobody reads that part after `last`, as of a merged layer's."""
+    if value.target is not operator.getitem:
+        return False
+    whole: Node = value.args[0]  # type: ignore[assignment]
+    others = (user for user in whole.users if user is not value and not _are_apart(user, value))
+    return is_own(whole, gm, found) and all(user < last and not may_alias(user, gm) for user in others)
+
+
+def _are_apart(one: Node, other: Node) -> bool:
+    """Whether two slices of one tensor have no element in common."""
+    if one.target is not operator.getitem or one.args[0] is not other.args[0]:
+        return False
+    indices = [index if isinstance(index, tuple) else (index,) for index in (one.args[1], other.args[1])]
+    one_axis_each = all(type(each) in (slice, int, EllipsisType) for index in indices for each in index)
+    if not one_axis_each or [each is ... for each in indices[0]] != [each is ... for each in indices[1]]:
+        return False
+    return any(stop <= begin or end <= start for (start, stop), (begin, end) in zip(*map(_ranges, indices)))
+
+
+def _ranges(index: tuple[Any, ...]) -> Iterator[tuple[int, int]]:
+    """Between which places a slice of each axis lies, as far as that is known without the axis's size."""
+    for each in index:
+        start, stop = (each.start or 0, each.stop) if isinstance(each, slice) else (0, None)
+        stop = sys.maxsize if stop is None else stop
+        known = isinstance(start, int) and isinstance(stop, int) and start >= 0 and stop >= 0
+        yield (start, stop) if known else (0, sys.maxsize)
 
 
 def _instead(node: Node, gm: GraphModule) -> object:
