@@ -196,6 +196,81 @@ def test_a_mask_that_nobody_reads_any_more_is_gone() -> None:
     assert "inner.known" not in dict(rg.FuseAttention()(gm).named_buffers())
 
 
+HIDDEN = torch.rand(H, L, L) > 0.5
+HIDDEN[:, 1] = False  # a row that sees no key
+AXES: dict[str, tuple[tuple[int, ...], Callable[..., Any]]] = {
+    "three": ((H, L, D), lambda m, q, k, v: fused(q, k, v)),
+    "three, scaled": ((H, L, D), lambda m, q, k, v: fused(q, k, v, scale=0.3)),
+    "three, a mask": ((H, L, D), lambda m, q, k, v: fused(q, k, v, HIDDEN)),
+    "three, written before": ((H, L, D), lambda m, q, k, v: fused(q * 2, k + 1, v).add_(1)),
+    "three, in groups": ((H, L, D), lambda m, q, k, v: fused(q, k[:G], v[:G], enable_gqa=True)),
+    "five": ((B, 3, H, L, D), lambda m, q, k, v: fused(q, k, v, dropout_p=0.0)),
+    "five, hiding what is later": ((B, 3, H, L, D), lambda m, q, k, v: fused(q, k, v, is_causal=True)),
+    "five, a mask that is causal": ((B, 3, H, L, D), lambda m, q, k, v: fused(q, k, v, m.known)),
+    "five, a mask of five that is causal": (
+        (B, 3, H, L, D),
+        lambda m, q, k, v: fused(q, k, v, m.known[None, None, None]),
+    ),
+    "five, a mask for all": ((B, 3, H, L, D), lambda m, q, k, v: fused(q, k, v, HIDDEN[0].float())),
+    "five, a mask for each head": ((B, 3, H, L, D), lambda m, q, k, v: fused(q, k, v, HIDDEN)),
+    "five, in groups": ((B, 3, H, L, D), lambda m, q, k, v: fused(q, k[:, :, :G], v[:, :, :G], enable_gqa=True)),
+    "five, other lengths": ((B, 3, H, L, D), lambda m, q, k, v: fused(q[..., :3, :], k, v[..., :2])),
+    "five, seen as another": ((B, 3, H, L, D), lambda m, q, k, v: fused(q, k, v).view(B, 3, H, -1)),
+    "five, turned": ((B, L, 3, H, D), lambda m, q, k, v: fused(*(x.permute(0, 2, 3, 1, 4) for x in (q, k, v)))),
+    "six": ((B, 3, 2, H, L, D), lambda m, q, k, v: fused(q, k, v)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", AXES)
+def test_a_fused_call_gets_the_four_axes_that_have_a_fast_kernel(name: str, dtype: torch.dtype) -> None:
+    sizes, function = AXES[name]
+    inputs = tuple(torch.randn(sizes, dtype=dtype) for _ in range(3))
+    if name == "five, a mask for all" and dtype is not torch.float32:
+        return  # a mask that is added has the type of the query
+    gm = check_applied(rg.FuseAttention(), Three(function).to(dtype), inputs, "trace")
+    assert [operand.meta["val"].ndim for operand in call_of(gm).args[:3]] == [4, 4, 4]
+    assert ("contiguous" in gm.code) == ("seen" in name)
+    assert ("causal" in rg.history(gm)[-1].applied[0].sentence) == ("causal" in name)
+
+
+@pytest.mark.parametrize("free", [0, 1])
+def test_four_axes_at_other_sizes(free: int) -> None:
+    model, inputs = Three(AXES["five"][1]), tuple(torch.randn(2, 3, H, L, D) for _ in range(3))
+    gm = rg.FuseAttention()(rg.trace(model, inputs, dynamic_shapes=({free: torch.export.Dim.AUTO},) * 3))
+    assert call_of(gm).args[0].meta["val"].ndim == 4
+    for size in (1, 4):
+        sizes = [2, 3, H, L, D]
+        sizes[free] = size
+        assert_matches_float64(model, gm, tuple(torch.randn(sizes) for _ in range(3)))
+
+
+OTHER_AXES: dict[str, tuple[tuple[int, ...], Callable[..., Any]]] = {
+    "two": ((L, D), lambda m, q, k, v: fused(q, k, v)),
+    "four": ((B, H, L, D), lambda m, q, k, v: fused(q, k, v)),
+    "a mask of five": ((B, 3, H, L, D), lambda m, q, k, v: fused(q, k, v, HIDDEN.expand(B, 1, H, L, L))),
+    "a mask of four": ((H, L, D), lambda m, q, k, v: fused(q, k, v, HIDDEN[None])),
+    "one key for all": ((B, 3, H, L, D), lambda m, q, k, v: fused(q, k[:1], v[:1])),
+    "one value for all": ((B, 3, H, L, D), lambda m, q, k, v: fused(q, k, v[:, :, :1])),
+    "one head for all": ((H, L, D), lambda m, q, k, v: fused(q, k[:1], v)),
+    "drawn": ((H, L, D), lambda m, q, k, v: fused(q, k, v, dropout_p=0.5)),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_AXES)
+def test_other_axes_stay(name: str) -> None:
+    sizes, function = OTHER_AXES[name]
+    gm = rg.FuseAttention()(rg.trace(Three(function), tuple(torch.randn(sizes) for _ in range(3))))
+    assert not rg.history(gm)[-1].applied
+
+
+def test_five_axes_of_which_two_may_vary_stay() -> None:
+    axes = dict.fromkeys(range(2), torch.export.Dim.AUTO)
+    inputs = tuple(torch.randn(2, 3, H, L, D) for _ in range(3))
+    gm = rg.FuseAttention()(rg.trace(Three(AXES["five"][1]), inputs, dynamic_shapes=(axes,) * 3))
+    assert not rg.history(gm)[-1].applied
+
+
 LATER = torch.ones(L, L, dtype=torch.bool).tril(1)
 NOT_CAUSAL: dict[str, Callable[..., Any]] = {
     "one later position": lambda m, q, k, v: fused(q, k, v, torch.ones(L, L, dtype=torch.bool).tril(1)),

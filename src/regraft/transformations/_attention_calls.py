@@ -1,4 +1,8 @@
-"""What attention is given without need: keys and values repeated for each query, a mask that hides the future alone."""
+"""What a call of fused attention is given without need, and of how many axes it is.
+
+Keys and values repeated for each query, a mask that hides the future alone; and axes for which torch has no fast
+kernel.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ _LARGEST = 1 << 24
 
 
 class Attentions(Pattern):
-    """Attention that is written out, and calls of the fused one with more than they need.
+    """Attention that is written out, and calls of the fused one with more than they need, or of other than four axes.
 
     Args:
         written: What written-out attention looks like.
@@ -51,29 +55,48 @@ def _heavy(node: Node, owner: GraphModule) -> bool:
     if call is None or call.operation is not ATTENTION:
         return False
     mask = call["attn_mask"]
-    return grouped(call["key"], call["value"], owner) is not None or (
-        isinstance(mask, Node) and not call["is_causal"] and piece(mask, owner) is not None
+    return (
+        grouped(call["key"], call["value"], owner) is not None
+        or (isinstance(mask, Node) and not call["is_causal"] and piece(mask, owner) is not None)
+        or _other_axes(call, mask) is not None
     )
 
 
+def _other_axes(call: Call, mask: Any) -> tuple[int, ...] | None:
+    """The sizes of the axes before the last three, where these are not one, and can be: see `put`."""
+    query, key, value = (value_of(call[name]) for name in ("input", "key", "value"))
+    if query is None or key is None or value is None or query.ndim < 3 or call["dropout_p"]:
+        return None
+    heads = 3 if call["enable_gqa"] else 2  # of groups of queries there are fewer keys
+    if not all(same_shape(query.shape[:-heads], one.shape[:-heads]) for one in (key, value)):
+        return None
+    batches = batches_of(query, mask)
+    return batches if len(batches) != 1 else None
+
+
 def lighten(match: Match, edit: Edit, facts: Facts) -> str:
-    """Give a fused call the keys and values without their repetition, and no mask where that is the causal one."""
+    """Give a fused call four axes, the keys and values without their repetition, and no mask where that is causal."""
     call, owner = match.call, match.owner
     query, key, value, mask = (call[name] for name in ("input", "key", "value", "attn_mask"))
     pair = grouped(key, value, owner)
     reason = repeats_in_vain(query, pair, [key, value], call.node, facts) if pair is not None else None
     causal = isinstance(mask, Node) and is_causal([_given(mask)], call["scale"], query, value, owner, facts)
-    require(that(causal or pair is not None, f"the mask {getattr(mask, 'name', mask)!r} is not known to be causal"))
+    batches = _other_axes(call, None if causal else mask)
+    lighter = causal or pair is not None or batches is not None
+    require(that(lighter, f"the mask {getattr(mask, 'name', mask)!r} is not known to be causal"))
     require(reason if not causal else None)
     taken = pair if reason is None else None
 
-    edit.replace(
-        call.node, F.scaled_dot_product_attention, query, *(taken or (key, value)), **_settings(call, causal, taken)
-    )
+    operands, width = [query, *(taken or (key, value))], value_of(value)
+    if batches is not None and width is not None:
+        ordered = facts.strides_free(call.node, width.shape[-1]) is not None
+        put(edit, call.node, operands, _settings(call, causal, taken), batches, None, ordered)
+    else:
+        edit.replace(call.node, F.scaled_dot_product_attention, *operands, **_settings(call, causal, taken))
     for left in (key, value, *([mask] if causal else [])):
         drop(left, edit)
     what = ("the keys and values are not repeated", taken is not None), ("the mask is causal", causal)
-    return ", ".join(text for text, done in what if done)
+    return ", ".join(text for text, done in (*what, ("four axes", batches is not None)) if done)
 
 
 def _settings(call: Call, causal: bool, pair: Any) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class FuseAttention(Rewrite):
 
     Keys and values that are repeated for groups of queries (Ainslie et al. 2023, arXiv:2305.13245) are given to the
     call as they were before, on the CPU; and a mask that is known to hide the later positions alone is not made at all.
-    Calls that are fused already get the same.
+    Calls that are fused already get the same, and four axes where they have others.
 
     Example:
         >>> import torch, regraft as rg
