@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import subprocess
@@ -251,6 +252,37 @@ def test_matrices_without_a_row_or_a_column_in_one_piece_are_gathered(layout) ->
     assert list(forms.larger[product].values()) == [(scattered.shape, tuple(range(scattered.ndim)))]
     (result,) = built(gm, x)([x])
     torch.testing.assert_close(result, gm(x), rtol=1e-4, atol=1e-4)
+
+
+POOLED: dict[str, Any] = {
+    "average": nn.AvgPool2d(3, 1, 1),
+    "largest": nn.MaxPool2d(2),
+    "function": lambda x: torch.max_pool2d(x, 3, 2),
+    "average as a function": lambda x: torch._C._nn.avg_pool2d(x, 2),
+}
+
+
+@pytest.mark.parametrize("images", [True, False])
+@pytest.mark.parametrize("name", POOLED)
+def test_a_part_of_an_image_is_made_dense_before_it_is_pooled(name: str, images: bool) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.pool = nn.Conv2d(8, 8, 1), POOLED[name]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.pool(self.conv(x)[:, 2:7]) * 2
+
+    x = weight(2, 8, 6, 5)
+    gm = symbolic_trace(Net())
+    forms = Forms(gm, [x], images)
+    (part,) = (node for node in gm.graph.nodes if node.target is operator.getitem)
+    (pooled,) = part.users
+    assert forms.larger[pooled] == {part: (torch.Size((2, 5, 6, 5)), (0, 2, 3, 1) if images else (0, 1, 2, 3))}
+    torch.testing.assert_close(forms(x)[0], gm(x))
+    torch.testing.assert_close(built(gm, x)([x])[0], gm(x), rtol=1e-4, atol=1e-4)
+    whole = symbolic_trace(Of(lambda x: torch.max_pool2d(x, 2) * 2))
+    assert not any(larger for node, larger in Forms(whole, [x]).larger.items() if "pool" in node.name)
 
 
 @pytest.mark.parametrize("layout", [lambda x: x, lambda x: x.transpose(-1, -2), lambda x: x.permute(2, 1, 0, 3)])

@@ -31,7 +31,8 @@ class Forms(nn.Module):
     their own. So does a product of a single row: one of 2048 numbers, with another tensor added by the same kernel,
     writes beyond the end of its result. So do the matrices of a product of which neither rows nor columns lie in one
     piece: its kernel for those is a hundred times slower. And those of which it takes one axis for another, or reads
-    beyond them: a second matrix of a single row that lies oddly.
+    beyond them: a second matrix of a single row that lies oddly. So does a part of an image that is pooled, for which
+    it has the reference alone.
 
     Along a first axis of one element any step will do. But where that is not the tensor's own, torch does not see that
     the channels of an image lie last. So such a tensor is looked at anew, as is what must not be fused any further.
@@ -67,6 +68,7 @@ class Forms(nn.Module):
         fused = (node for node in gm.graph.nodes if called(node, gm) in BROADCASTING and node not in values.by_torch)
         self.larger = {node: values.to_enlarge(node) for node in fused}
         self.larger |= {node: values.to_gather(node) for node in values.products}
+        self.larger |= {node: values.to_condense(node) for node in values.poolings}
         constants = {(a, form) for larger in self.larger.values() for a, form in larger.items() if a in values.steady}
         self.places = {constant: place for place, constant in enumerate(constants)}
         self.beside = [dense(values.steady[node], *form) for node, form in self.places]

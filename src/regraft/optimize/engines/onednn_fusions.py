@@ -21,10 +21,9 @@ _ELEMENTWISE = {
 }
 _ACTIVATIONS = {"gelu": "gelu", "silu": "swish", "tanh": "tanh"}
 """oneDNN's names of some."""
-_OTHERS = {
-    *("layernorm", "batchnorm", *(f"batchnorm{axes}d" for axes in (1, 2, 3))),
-    *(f"{kind}pool{axes}d" for kind in ("avg", "max") for axes in (1, 2, 3)),
-}
+POOLINGS = {f"{kind}{end}{axes}d" for kind in ("avg", "max") for end in ("pool", "_pool") for axes in (1, 2, 3)}
+"""Poolings, by the names of their functions and layers."""
+_OTHERS = {"layernorm", "batchnorm", *(f"batchnorm{axes}d" for axes in (1, 2, 3)), *POOLINGS}
 _AT_MOST = 16
 """So much of what was read is remembered: more than a kernel takes."""
 _LOOKED_AT = 200

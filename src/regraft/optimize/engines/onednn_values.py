@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from regraft.core.vocabulary import ATTENTION, Call, read
 from regraft.optimize.engines.onednn_columns import of_columns_read
 from regraft.optimize.engines.onednn_fusions import (
+    POOLINGS,
     PRODUCTS,
     called,
     goes_inside,
@@ -60,6 +61,7 @@ class Values(Images):
         odd: The tensors that lie oddly.
         rows: The products of a single row.
         products: The matrix products.
+        poolings: The poolings of images.
         by_torch: The calls that are left to torch, which takes tensors of any form.
         scattered: The tensors in which the elements of no row, and of no column, lie side by side, or whose axes are
             taken for each other.
@@ -85,6 +87,7 @@ class Values(Images):
         self.odd: set[Node] = set()
         self.rows: set[Node] = set()
         self.products = {node for node in gm.graph.nodes if called(node, gm) in PRODUCTS}
+        self.poolings = {node for node in gm.graph.nodes if called(node, gm) in POOLINGS}
         self.by_torch: set[Node] = set()
         self.scattered: set[Node] = set()
         self.viewed: set[Node] = set()
@@ -253,6 +256,10 @@ class Values(Images):
             if a in self.odd or a in self.steady or other or (several and a in twice):
                 found[a] = form
         return found
+
+    def to_condense(self, node: Node) -> dict[Node, Form]:
+        """The images with gaps that are pooled, with their form: for those there is the reference kernel alone."""
+        return {a: self.forms[a] for a in node.all_input_nodes if a in self.odd}
 
     def to_gather(self, node: Node) -> dict[Node, Form]:
         """The matrices that a product is not to be given as they are, with their form: its kernel is slow, or wrong."""
