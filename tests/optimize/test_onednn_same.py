@@ -78,6 +78,9 @@ SAME: dict[str, Function] = {
     "read between, by what is the same": lambda x: (t := filled(x), u := t + 1, t[0].fill_(7), x * t + u)[-1],
     "seen through a view": lambda x: (t := filled(x), v := t[2:], t[3].mul_(5), x[:, 2:] + v)[-1],
     "an index": lambda x: (t := torch.arange(10), t[3:5].copy_(t[:2]), x[..., t] * 2)[-1],
+    "of the input's type": lambda x: (t := x.new_zeros(10, 10), t[1:, :4].fill_(2), x + t)[-1],
+    "like the input": lambda x: (t := torch.ones_like(x), t[:, 1:].mul_(3), x * t)[-1],
+    "filled like the input": lambda x: (t := torch.full_like(x, 3.0), t[1].copy_(filled(x)), x * t)[-1],
     "a result": lambda x: (t := filled(x), x.relu(), t[1:]),
 }
 
@@ -170,6 +173,7 @@ OTHERS: dict[str, Function] = {
         u[1].copy_(t[0]),
         x + u,
     )[-1],
+    "like what changes, with that in it": lambda x: (t := torch.zeros_like(x), t[1].copy_(x[0]), x * t)[-1],
     "random": lambda x: (t := filled(x), t[0].bernoulli_(1.0), x + t)[-1],
     "the input": lambda x: (v := x[0], v.add_(1), x * 2)[-1],
     "a view of the input": lambda x: (v := x.view(-1), v[2:5].zero_(), x * filled(x))[-1],

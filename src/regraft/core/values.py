@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 _SHAPE_READS = {"size", "dim", "ndimension", "numel", "__len__", "len", "sym_size.int", "sym_numel.default"}
-_MAKERS = {"zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full"}
+MAKERS = {"zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full"}
 _ARITHMETIC = {
     operator.add,
     operator.sub,
@@ -77,7 +77,7 @@ def reads_shape_only(node: Node, value: Node | None = None) -> bool:
         return value is not None and value in others and (not node.args or node.args[0] is not value)
     if node.target is getattr:
         return node.args[1] in ("shape", "dtype", "device", "ndim")
-    return name in _SHAPE_READS or name in _MAKERS
+    return name in _SHAPE_READS or name in MAKERS
 
 
 def value_of(node: Any) -> Tensor | None:
@@ -124,7 +124,7 @@ def made_of_sizes(graph: Graph) -> set[Node]:
         elif node.target in _ARITHMETIC:
             sized = bool(node.all_input_nodes) and found.issuperset(node.all_input_nodes)
         else:
-            sized = node.target in (int, float) or (reads_shape_only(node) and target_name(node) not in _MAKERS)
+            sized = node.target in (int, float) or (reads_shape_only(node) and target_name(node) not in MAKERS)
         if sized:
             found.add(node)
     return found

@@ -7,7 +7,7 @@ from torch.fx import GraphModule, Node
 
 from regraft.core.flow import draws, known
 from regraft.core.mutation import Mutations, writes
-from regraft.core.values import made_of_sizes
+from regraft.core.values import MAKERS, called_name, made_of_sizes
 from regraft.core.vocabulary import read
 from regraft.optimize.engines.onednn_fusions import CALLS
 
@@ -40,10 +40,16 @@ def _found(gm: GraphModule, mutations: Mutations, writing: set[Node], changing: 
     found = made_of_sizes(gm.graph)
     for node in gm.graph.nodes:
         understood = _writes_as_it_says(node, gm) if node in writing else _pure(node, gm)
-        steady = understood and not draws(node, gm) and found.issuperset(node.all_input_nodes)
+        steady = understood and not draws(node, gm) and found.issuperset(_values_read(node))
         if (steady or (node.op == "get_attr" and not mutations.of(node))) and changing.isdisjoint(mutations.of(node)):
             found.add(node)
     return found
+
+
+def _values_read(node: Node) -> list[Node]:
+    """The arguments of which a node reads more than the type and the size, as `new_zeros` of what it is called on."""
+    like = node.args[0] if called_name(node) in MAKERS and node.args else None
+    return [argument for argument in node.all_input_nodes if argument is not like]
 
 
 def _writes_as_it_says(node: Node, gm: GraphModule) -> bool:
