@@ -330,6 +330,8 @@ def test_gelu_by_tanh_of_a_part_becomes_dense() -> None:
         (lambda x: torch.linalg.vector_norm(x, dim=[-3]), True),
         (lambda x: torch.linalg.vector_norm(x, ord=2.0, dim=(0, -2), keepdim=False), True),
         (lambda x: torch.linalg.vector_norm(x, 2, (1, -1)), False),
+        (lambda x: torch.linalg.vector_norm(x.transpose(1, -1), 2, -1, keepdim=True), True),  # as XCiT's, of tokens
+        (lambda x: torch.linalg.vector_norm(x.transpose(1, -1), 2, 1), False),
         (lambda x: torch.linalg.vector_norm(x, 2, 1, True), True),
         (lambda x: torch.linalg.vector_norm(x, 1, (1,), keepdim=True), False),
         (lambda x: torch.linalg.vector_norm(x), False),

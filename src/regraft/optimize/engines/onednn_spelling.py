@@ -179,14 +179,17 @@ def _as_linear(node: Node, steady: Env) -> Spelling | None:
 
 
 def _length(node: Node, env: Env) -> Spelling | None:
-    """The root of a sum of squares: along another axis than the last torch's call is slow, and its sum less exact."""
+    """The root of a sum of squares: where an element and the next are not side by side torch's call is slow.
+
+    And its sum is less exact there.
+    """
     call: dict[str, Any] = {**dict(zip(("x", "ord", "dim", "keepdim"), node.args)), **node.kwargs}
     given, axes, keeps = node.all_input_nodes[0], call.get("dim"), bool(call.get("keepdim"))
     axes = (axes,) if isinstance(axes, int) else tuple(axes or ())
-    dtype, last = env[given].dtype, env[given].ndim - 1
+    dtype, ndim = env[given].dtype, env[given].ndim
     if call.get("ord", 2) != 2 or call.get("dtype") is not None or dtype not in TYPES:
         return None
-    if not axes or any(isinstance(axis, Node) or axis in (-1, last) for axis in axes):
+    if not axes or any(isinstance(axis, Node) or axis % ndim == order(env[given])[-1] for axis in axes):
         return None
 
     def compute(env: Env) -> Tensor:
