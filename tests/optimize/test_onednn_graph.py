@@ -359,6 +359,7 @@ def test_gelu_by_tanh_of_a_part_becomes_dense() -> None:
         (lambda x: torch.linalg.vector_norm(x, 2, 1, True), True),
         (lambda x: torch.linalg.vector_norm(x, 1, (1,), keepdim=True), False),
         (lambda x: torch.linalg.vector_norm(x), False),
+        (lambda x: torch.linalg.vector_norm(torch.linalg.vector_norm(x), 2, -1), False),
         (lambda x: torch.linalg.vector_norm(x, 2, [1], dtype=torch.float64), False),
     ],
 )

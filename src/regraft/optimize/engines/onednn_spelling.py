@@ -198,7 +198,7 @@ def _length(node: Node, env: Env) -> Spelling | None:
     dtype, ndim = env[given].dtype, env[given].ndim
     if call.get("ord", 2) != 2 or call.get("dtype") is not None or dtype not in TYPES:
         return None
-    if not axes or any(isinstance(axis, Node) or axis % ndim == order(env[given])[-1] for axis in axes):
+    if not axes or not ndim or any(isinstance(axis, Node) or axis % ndim == order(env[given])[-1] for axis in axes):
         return None
 
     def compute(env: Env) -> Tensor:
