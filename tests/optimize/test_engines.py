@@ -121,6 +121,42 @@ def test_an_engine_that_is_wrong_or_fails_is_not_taken(monkeypatch) -> None:
         assert grafts_of(result.model).entries[0].engine is None
 
 
+@pytest.mark.parametrize("of", ["a size", "a value"])
+def test_an_engine_that_keeps_what_the_sample_has_is_not_right(of: str, monkeypatch) -> None:
+    def keeps(flat: Flat):
+        (sample,) = flat.sample
+        off = (lambda x: len(x) - len(sample)) if of == "a size" else (lambda x: x[0, 0, 0, 0] - sample[0, 0, 0, 0])
+        return lambda inputs: [result + off(inputs[0]) for result in flat.module(*inputs)]
+
+    every_engine(monkeypatch, keeps)
+    result = rg.optimize(heads(), kwargs={"x": image()}, engine="inductor", keep="all", **EXACT)
+    assert result.graphs[0].engine.engine == "torch"
+    assert ("other values of the same sizes" if of == "a value" else "on x 3x") in str(result.graphs[0].engine)
+
+
+class Told(torch.nn.Module):
+    """A layer and a number beside its result."""
+
+    def __init__(self, number) -> None:
+        super().__init__()
+        self.layer, self.number = torch.nn.Linear(6, 6), number
+
+    def forward(self, x):
+        return self.layer(x), self.number(x)
+
+
+@pytest.mark.parametrize(
+    ("number", "refused"), [(lambda x: x.sum().item(), True), (lambda x: x.shape[1], False), (lambda x: 3, False)]
+)
+def test_a_number_that_a_tensor_holds_is_no_result_of_an_engine(number, refused: bool, monkeypatch) -> None:
+    every_engine(monkeypatch, lambda flat: lambda inputs: flat.module(*inputs)[:1])
+    result = rg.optimize(Told(number).eval(), (torch.randn(5, 6),), engine="inductor", keep="all", **EXACT)
+    said = "a number among its results is made of what a tensor holds" in str(result.graphs[0].engine)
+    assert said is refused, result
+    x = torch.randn(5, 6)
+    assert result.model(x)[1] == number(x)
+
+
 def test_what_rewriting_adds_to_an_engine_is_measured_and_shown(monkeypatch) -> None:
     seen = []
     build = lambda flat: seen.append(flat.module) or (lambda inputs: flat.module(*inputs))

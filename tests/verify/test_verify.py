@@ -400,8 +400,7 @@ def test_extra_inputs_are_checked(model: Model, x: torch.Tensor) -> None:
     assert verify(model, only_six, (x,)).ok
     for extra in [(x[:, :5],), {"x": x[:, :5]}, ((x,), {"mask": torch.ones(4, 6)})]:
         result = verify(model, only_six, (x,), extra_inputs=[extra])
-        assert len(result.cases) == 2
-        assert not result.ok
+        assert [case.ok for case in result.cases] == [True, True, False]
         assert verify(model, Reassociated(model), (x,), extra_inputs=[extra]).ok
 
 
@@ -451,13 +450,13 @@ def test_an_oracle_is_asked_once_about_what_it_was_given_unless_that_was_written
         return len(asked)
 
     x = torch.randn(3, 32)
-    assert [runs_of(x), runs_of(x), runs_of(x.clone())] == [2, 0, 2]
+    assert [runs_of(x), runs_of(x), runs_of(x.clone())] == [4, 0, 4]
     assert not verify(oracle, lambda x: {**model(x), "hidden": model(x)["hidden"] + 1e-3}, (x,)).ok
     x.add_(1)
-    assert [runs_of(x), runs_of(x), runs_of(x, extra_inputs=[(x[:2],)])] == [2, 0, 2]
+    assert [runs_of(x), runs_of(x), runs_of(x, extra_inputs=[(x[:2],)])] == [4, 0, 2]
     with torch.inference_mode():
         uncounted = torch.randn(3, 32)
-    assert [runs_of(uncounted), runs_of(uncounted)] == [2, 2]
+    assert [runs_of(uncounted), runs_of(uncounted)] == [4, 4]
 
 
 def test_an_oracle_keeps_no_answer_to_what_it_cannot_look_into() -> None:

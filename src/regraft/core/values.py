@@ -121,10 +121,10 @@ def made_of_sizes(graph: Graph) -> set[Node]:
     for node in graph.nodes:
         if node.target is operator.getitem:
             sized = node.args[0] in found
-        elif node.target in _ARITHMETIC:
+        elif node.target in _ARITHMETIC or node.target in (int, float):
             sized = bool(node.all_input_nodes) and found.issuperset(node.all_input_nodes)
         else:
-            sized = node.target in (int, float) or (reads_shape_only(node) and target_name(node) not in MAKERS)
+            sized = reads_shape_only(node) and target_name(node) not in MAKERS
         if sized:
             found.add(node)
     return found

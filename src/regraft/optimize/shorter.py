@@ -28,7 +28,7 @@ def shorter_call(gm: fx.GraphModule, reference: Callable[..., Any], inputs: Inpu
         inputs: The call.
         seconds: How long that takes.
     """
-    dynamic = dynamic_axes(gm, reference, inputs) if seconds > 2 * _SECONDS else None
+    dynamic = dynamic_axes(gm.graph, reference, inputs) if seconds > 2 * _SECONDS else None
     if dynamic is None:
         return None
     elsewhere = {axis.expression for axis in dynamic.axes if axis.dim != 0}

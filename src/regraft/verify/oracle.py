@@ -14,6 +14,7 @@ from regraft.verify.compare import HALF, coarser
 from regraft.verify.precise import InFewBits, in_precision, modes
 from regraft.verify.run import Inputs, Run, inputs_tree, run
 from regraft.verify.tree import Opaque, Tree, unsupported
+from regraft.verify.values import revalued
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Oracle:
         self._wanted = float64
         self._copies: dict[torch.dtype, Callable[..., Any]] = {}
         self._answers: list[tuple[Tree, dict[str, object], Truth]] = []  # the tree, so that no identity is used again
+        self._others: list[tuple[Tree, dict[str, object], Inputs | None]] = []
 
     def ask(self, inputs: Inputs, *, keep: bool = False) -> Truth:
         """Run the reference on these inputs; where it raises, `own.error` says so.
@@ -63,6 +65,22 @@ class Oracle:
         if state is not None and known is None and truth.own.error is None:
             self._answers.append((tree, state, truth))
         return truth
+
+    def other_values(self, inputs: Inputs) -> Inputs | None:
+        """The same inputs with other values, the same ones each time; None where there are none to take.
+
+        Args:
+            inputs: The positional and keyword arguments of the reference.
+        """
+        tree = inputs_tree(*inputs)
+        state = _state(tree)
+        for _, asked, others in self._others:
+            if asked == state:
+                return others
+        others = revalued(inputs, torch.Generator().manual_seed(self.seed))
+        if state is not None:
+            self._others.append((tree, state, others))
+        return others
 
     def _run(self, inputs: Inputs) -> Truth:
         own = run(self.reference, inputs, seed=self.seed)

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from regraft.verify.run import Inputs, inputs_tree
+from regraft.verify.values import drawn, is_rich
 
 _UNBOUNDED = 1 << 40
 
@@ -34,18 +35,18 @@ class Dynamic:
     ranges: dict[Any, tuple[int, int]]
 
 
-def dynamic_axes(graph_module: fx.GraphModule, model: Callable[..., Any], inputs: Inputs) -> Dynamic | None:
+def dynamic_axes(graph: fx.Graph, model: Callable[..., Any], inputs: Inputs) -> Dynamic | None:
     """Match the placeholders of a graph with the inputs of a call.
 
     Args:
-        graph_module: The graph, whose placeholders hold fake tensors in `meta["val"]`.
+        graph: The graph, whose placeholders hold fake tensors in `meta["val"]`.
         model: What the inputs are for; its signature names the positional ones.
         inputs: The sample.
 
     Returns:
         None where nothing is dynamic, or where the placeholders and the inputs do not fit together.
     """
-    holders = [n for n in graph_module.graph.nodes if n.op == "placeholder" and _is_tensor(n)]
+    holders = [n for n in graph.nodes if n.op == "placeholder" and _is_tensor(n)]
     shapes = {node: tuple(node.meta["val"].shape) for node in holders}
     if not any(isinstance(size, torch.SymInt) for shape in shapes.values() for size in shape):
         return None
@@ -163,9 +164,8 @@ def resized(inputs: Inputs, dynamic: Dynamic, sizes: dict[Any, int], generator: 
             index = torch.arange(length, device=new.device) % max(new.shape[axis.dim], 1)
             if new.shape[axis.dim]:
                 new = new.index_select(axis.dim, index)
-        if mine and _is_rich(tensor):
-            pick = torch.randint(tensor.numel(), tuple(new.shape), generator=generator).to(tensor.device)
-            new = tensor.detach().flatten()[pick]
+        if mine and is_rich(tensor):
+            new = drawn(tensor, tuple(new.shape), generator)
         memo[id(tensor)] = new
     args, kwargs = copy.deepcopy(inputs, memo)
     return args, kwargs
@@ -187,12 +187,12 @@ def redrawn(
             moves a float64 input by a unit in its last place is the same input to a float32 run.
     """
     tensors = dict(inputs_tree(*inputs).tensors())
-    rich = any(_is_rich(tensor) for tensor in tensors.values())
+    rich = any(is_rich(tensor) for tensor in tensors.values())
     for shift in range(1, count + 1):
         memo: dict[int, Any] = {}
         for tensor in tensors.values():
             new = tensor.detach().clone()
-            if rich and _is_rich(tensor):
+            if rich and is_rich(tensor):
                 noise = torch.rand(tuple(tensor.shape), generator=generator, dtype=torch.float64).to(tensor.device)
                 wide = tensor.detach().to(torch.float64)
                 unit = max(torch.finfo(dtype).eps for dtype in (tensor.dtype, coarsest or tensor.dtype))
@@ -202,9 +202,3 @@ def redrawn(
             memo[id(tensor)] = new
         args, kwargs = copy.deepcopy(inputs, memo)
         yield args, kwargs
-
-
-def _is_rich(tensor: torch.Tensor) -> bool:
-    # Masks hold 0, 1, -inf, -1e9 or the dtype's lowest number: whole numbers all.
-    values = tensor.detach()
-    return tensor.dtype.is_floating_point and bool(((values != values.round()) & values.isfinite()).any())

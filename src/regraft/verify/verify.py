@@ -40,6 +40,7 @@ def verify(
     atol: float | None = None,
     extra_inputs: Iterable[Any] = (),
     vary_sizes: bool = True,
+    vary_values: bool = True,
     float64: bool = True,
     seed: int = 0,
 ) -> Verification:
@@ -51,9 +52,10 @@ def verify(
     other values must be equal. Classes, dtypes, shapes, devices and the places of NaN and infinities must agree, and so
     must inputs that the call changes.
 
-    Where shapes of the candidate (or else the reference) are dynamic, inputs of other sizes are tried too; where the
-    sample takes seconds, of fewer rows, not of more. Where the reference cannot run in float64, the result notes why,
-    and the candidate is held to a fixed bound instead.
+    Inputs of the sample's sizes with other values are tried too: a candidate that has a number of the sample's in it
+    is right on the sample. So are inputs of other sizes, where shapes of the candidate (or else the reference) are
+    dynamic; where the sample takes seconds, of fewer rows, not of more. Where the reference cannot run in float64, the
+    result notes why, and the candidate is held to a fixed bound instead.
 
     Neither model, nor the inputs, nor any random generator is changed. A float64 copy of the reference exists while
     this runs.
@@ -71,6 +73,8 @@ def verify(
         extra_inputs: More inputs: each a tuple of positional arguments, a dictionary of keyword arguments, or a pair
             of the two.
         vary_sizes: Try other sizes where shapes are dynamic.
+        vary_values: Try other values: those of the sample's floating-point inputs drawn anew, its token ids and the
+            like in another order. False where these must be what they are; give such as `extra_inputs`.
         float64: Make the float64 run; False saves its memory and time and holds the candidate to a fixed bound.
         seed: For random inputs and for models that draw random numbers.
 
@@ -98,8 +102,12 @@ def verify(
     check = _Check(oracle or Oracle(right, float64=float64, seed=seed), checked, Rule(factor, rtol, atol))
     start = time.perf_counter()
     cases = [check.case("the sample", inputs, given=True)]
+    seconds = time.perf_counter() - start
+    other = check.oracle.other_values(inputs) if vary_values else None
+    if other is not None:
+        cases.append(check.case("other values of the same sizes", other, given=False, keep=True))
     if vary_sizes:
-        cases += check.other_sizes(inputs, few_rows=time.perf_counter() - start > _LONG)
+        cases += check.other_sizes(inputs, few_rows=seconds > _LONG)
     cases += [check.case(f"extra input {i} ({described(extra)})", extra, given=True) for i, extra in enumerate(more)]
     return Verification(tuple(cases), tuple(dict.fromkeys((*_remarks(right, checked), *check.notes))))
 
@@ -142,8 +150,8 @@ class _Check:
     def other_sizes(self, inputs: Inputs, few_rows: bool) -> list[Case]:
         """A case for every other size to try."""
         reference = self.oracle.reference
-        for graph in (self.candidate, reference):
-            dynamic = dynamic_axes(graph, reference, inputs) if isinstance(graph, fx.GraphModule) else None
+        for graph in (getattr(self.candidate, "graph", None), getattr(reference, "graph", None)):
+            dynamic = dynamic_axes(graph, reference, inputs) if isinstance(graph, fx.Graph) else None
             if dynamic is None:
                 continue
             return [
@@ -154,9 +162,9 @@ class _Check:
             ]
         return []
 
-    def case(self, label: str, inputs: Inputs, *, given: bool) -> Case:
+    def case(self, label: str, inputs: Inputs, *, given: bool, keep: bool = False) -> Case:
         """Compare on one set of inputs; ones that were made here may be too odd for the reference."""
-        truth = self.oracle.ask(inputs, keep=given)
+        truth = self.oracle.ask(inputs, keep=given or keep)
         if truth.own.error is not None:
             if given:
                 truth.own.error.add_note(f"raised by the reference itself on {label} given to regraft.verify")

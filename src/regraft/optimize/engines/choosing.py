@@ -126,7 +126,7 @@ def adopt_engine(
     def timed(name: str, baseline: Callable[..., Any], candidate: Engine) -> Comparison:
         for long in (seconds, LONGER * seconds):
             settings = clock(long, max(pause_after(name), pause_after(taken)), graph.seconds)
-            both = graph.runner(baseline), graph.runner(_called(graph, candidate))
+            both = graph.runner(baseline), graph.runner(_Called(graph, candidate))
             found = compare_speed(*both, min_pairs=PAIRS, **settings)
             spent = found.calls * sum(map(sum, found.times))  # of slow calls a few take that long
             if found.slower or (found.faster and found.ratio < WORTH) or spent > LONGER * seconds:
@@ -154,7 +154,7 @@ def adopt_engine(
         asked = wanted != "torch" and history(graph.gm)
         alone = _built(name, graph, _without(graph.gm, None), bound, {}) if asked else None
         if alone is not None:
-            added = timed(name, _called(graph, alone), engine)
+            added = timed(name, _Called(graph, alone), engine)
             rewriting[name] = added
             if added.slower and measured:
                 engine = alone
@@ -165,7 +165,7 @@ def adopt_engine(
             best = comparisons[taken]
             wins = found.high < best.low
             if not wins and found.low < best.high:  # either may be the faster: a common third does not tell
-                duel = timed(name, _called(graph, entry.engine), engine)
+                duel = timed(name, _Called(graph, entry.engine), engine)
                 tried[name] += f"; {duel.describe()} of {taken}"
                 wins = duel.ratio < 1
         if wins or (wanted == name and not measured):
@@ -203,7 +203,10 @@ def _built(name: str, graph: Graph, gm: GraphModule, bound: Mapping[str, Any], t
         tried[name] = f"cannot run it ({type(error).__name__}: {text[:160]})"
         return None
     bound = {"factor": OTHER_KERNELS, **bound}
-    found = verify(graph.oracle, _candidate(graph, engine), *graph.inputs, extra_inputs=graph.more, **bound)
+    sizes = name not in OF_TORCH  # a program is of one size; at others the graph runs, which is right by now
+    found = verify(
+        graph.oracle, _candidate(graph, engine), *graph.inputs, extra_inputs=graph.more, vary_sizes=sizes, **bound
+    )
     if not found.ok:
         tried[name] = f"is not right: {worst_sentence(found)}"
         return None
@@ -234,11 +237,18 @@ def _without(gm: GraphModule, transformations: Collection[str] | None) -> GraphM
     return twin
 
 
-def _called(graph: Graph, engine: Engine) -> Callable[..., Any]:
-    return lambda *args, **kwargs: engine(graph.named(*args, **kwargs))
+class _Called:
+    """An engine, called as the original is; its graph tells which sizes may vary."""
+
+    def __init__(self, graph: Graph, engine: Engine) -> None:
+        self.graph = graph.gm.graph
+        self._named, self._engine = graph.named, engine
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._engine(self._named(*args, **kwargs))
 
 
 def _candidate(graph: Graph, engine: Engine) -> Callable[..., Any]:
     if graph.cache is None:
-        return _called(graph, engine)
+        return _Called(graph, engine)
     return lambda **kwargs: filling.fill(kwargs["past_key_values"], engine(kwargs))

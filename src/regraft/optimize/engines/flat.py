@@ -19,7 +19,7 @@ from regraft.core.errors import NotCovered
 from regraft.core.fx_private import codegen_of
 from regraft.core.graph_module import GraphModule as OwnGraphModule
 from regraft.core.ordinary import ORDINARY, ordinary_call
-from regraft.core.values import layout_of
+from regraft.core.values import layout_of, made_of_sizes
 from regraft.dropin.watch import Watch
 from regraft.optimize.engines.inlining import inline_regions
 from regraft.optimize.sharing import weights_made
@@ -33,6 +33,9 @@ class Flat:
     Args:
         gm: The graph module; it is not changed.
         call: A call of it, by name.
+
+    Raises:
+        ValueError: Some of the results are numbers that differ from call to call.
 
     Attributes:
         sample: The tensors of the call.
@@ -57,6 +60,8 @@ class Flat:
         with torch.no_grad():
             results, spec = pytree.tree_flatten(caches.unfold(gm.forward(**call)))
         self._build = torch_private.unflattener(spec)
+        if any(isinstance(result, (int, float, complex)) for result in results) and _computes_numbers(gm):
+            raise ValueError("a number among its results is made of what a tensor holds")
         self._constants = [None if isinstance(result, Tensor) else (result,) for result in results]
         tensors = [result for result in results if isinstance(result, Tensor)]
         self.dtypes = [tensor.dtype for tensor in tensors]
@@ -177,6 +182,12 @@ class Engine:
         if not ordinary_call() or not all(type(tensor) in ORDINARY for tensor in inputs):
             return False
         return type(self._gm).forward is self._forward
+
+
+def _computes_numbers(gm: GraphModule) -> bool:
+    sizes = made_of_sizes(gm.graph)
+    results = gm.graph.output_node().all_input_nodes
+    return any(node not in sizes and not isinstance(node.meta.get("val"), Tensor) for node in results)
 
 
 def _layout(tensor: Tensor) -> torch.memory_format | tuple[int, ...] | None:

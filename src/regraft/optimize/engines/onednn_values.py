@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from regraft.core.vocabulary import ATTENTION, Call, read
 from regraft.optimize.engines.onednn_columns import of_columns_read
+from regraft.optimize.engines.onednn_contents import Contents
 from regraft.optimize.engines.onednn_fusions import (
     POOLINGS,
     PRODUCTS,
@@ -105,6 +106,12 @@ class Values(Images):
         self.sighted: set[Any] = set()
         self._apart, self._twice = kept_apart(gm) | overwritten(gm), read_twice(gm)
         self._chains = {} if self.writes else chains(gm)
+        self._contents = Contents()
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """See `Interpreter.run`."""
+        with self._contents:
+            return super().run(*args, **kwargs)
 
     def run_node(self, n: Node) -> Any:
         """See `Interpreter.run_node`."""
@@ -117,6 +124,9 @@ class Values(Images):
             self.respelled[n] = partial(as_reshape, n)
             result = self.respelled[n](self.env)
         seconds = time.perf_counter() - start
+        asked = self._contents.noted() or (n.target == "tolist" and "tolist")  # which reads memory as it is
+        if asked and n not in self.same:
+            raise ValueError(f"{n.name}: {asked} makes numbers or sizes of what a tensor holds, as in the sample")
         if isinstance(result, Tensor):
             result = self.in_rows(n, result)
             self._note(n, result)
