@@ -37,6 +37,9 @@ OF_SIZES: dict[str, Function] = {
     "written where it is so": lambda x, y: torch.index_put(y, (x > 0,), torch.tensor(2.0)),
     "known places": lambda x, y: y[(torch.ones_like(y[:, 0]) > 0).nonzero().squeeze(1)],
     "a known number": lambda x, y: y * torch.ones_like(y).sum().item(),
+    "whether a mask hides all": lambda x, y: (
+        F.scaled_dot_product_attention(y[None, None], y[None, None], y[None, None], (x > -9)[None, None]).relu() + 1
+    ),
     "both of it": lambda x, y: torch.topk(x, 2)[0] + y[:, :2],
 }
 

@@ -108,16 +108,12 @@ class Values(Images):
         self._chains = {} if self.writes else chains(gm)
         self._contents = Contents()
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """See `Interpreter.run`."""
-        with self._contents:
-            return super().run(*args, **kwargs)
-
     def run_node(self, n: Node) -> Any:
         """See `Interpreter.run_node`."""
         start = time.perf_counter()
         try:
-            result = self._renewed(n) if n in self.out_of_place else super().run_node(n)
+            with self._contents:
+                result = self._renewed(n) if n in self.out_of_place else super().run_node(n)
         except RuntimeError:
             if self.writes or not is_view(n):
                 raise
