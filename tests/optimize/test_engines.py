@@ -537,16 +537,6 @@ def test_torch_tries_nothing_that_takes_much_memory(monkeypatch) -> None:
     assert "not tried" not in str(found.engine)
 
 
-def test_torch_tries_nothing_that_takes_minutes(monkeypatch) -> None:
-    nodes = len(rg.trace(heads(), (), {"x": image()}).graph.nodes)
-    options = {"kwargs": {"x": image()}, "transformations": [], "seconds": 0.01}
-    for limit, tried in ((nodes, False), (nodes - 1, True)):
-        monkeypatch.setattr(choosing, "MANY", limit)
-        found = rg.optimize(heads(), **options).graphs[0].engine
-        assert (f"not tried unasked: it would take minutes to make a program of {nodes} nodes" in str(found)) is tried
-    assert "not tried" not in str(rg.optimize(heads(), engine="onednn", **options).graphs[0].engine)
-
-
 def test_torch_tries_nothing_for_the_calls_of_generate() -> None:
     result = rg.optimize(decoder("Llama"), kwargs={"input_ids": ids()}, transformations=[], seconds=0.01)
     assert len(result.graphs) > 1

@@ -41,8 +41,6 @@ LONGER = 3
 PAIRS = 4
 #: what an engine has to take at most, relative to what runs otherwise: it holds the weights once more
 WORTH = 0.98
-#: nodes beyond which a program is not made unasked: oneDNN Graph looks for cycles from each of them through all others
-MANY = 3000
 #: what is tried where torch itself is to run the graph: what comes with it, and needs neither a compiler nor a package
 OF_TORCH = ("onednn",)
 
@@ -140,8 +138,8 @@ def adopt_engine(
     rewriting: dict[str, Comparison] = {}
     taken = "torch"
     for name in _names(wanted):
-        if wanted == "torch" and (cost := _cost(graph)) is not None:
-            tried[name] = f"not tried unasked: it would take {cost}"
+        if wanted == "torch" and graph.large:
+            tried[name] = "not tried unasked: it would take the gigabytes of the weights once more"
             continue
         engine, remark = None, ""
         if graph.whole is not None:
@@ -188,14 +186,6 @@ def _names(wanted: str) -> Sequence[str]:
     if wanted == "auto":
         return [name for name in ENGINES if not missing_packages(name)]
     return OF_TORCH if wanted == "torch" else (wanted,)
-
-
-def _cost(graph: Graph) -> str | None:
-    """What making a program of a graph takes, where nobody would be glad to wait for it or has the room."""
-    if graph.large:
-        return "the gigabytes of the weights once more"
-    nodes = len(graph.gm.graph.nodes)
-    return f"minutes to make a program of {nodes} nodes" if nodes > MANY else None
 
 
 def _built(name: str, graph: Graph, gm: GraphModule, bound: Mapping[str, Any], tried: dict[str, str]) -> Engine | None:

@@ -20,6 +20,7 @@ from regraft.core.errors import NotCovered
 from regraft.optimize.engines.flat import Flat, Run
 from regraft.optimize.engines.in_float32 import in_float32, pays_in_float32, wide
 from regraft.optimize.engines.onednn_forms import Attention, Forms
+from regraft.optimize.engines.onednn_pieces import Program, in_pieces
 from regraft.verify.measure import compare_speed
 
 _CALLS = 2
@@ -74,7 +75,7 @@ def build(flat: Flat) -> Run:
     return run
 
 
-def _fastest(forms: Forms, program: torch.jit.ScriptModule, sample: tuple[Tensor, ...]) -> torch.jit.ScriptModule:
+def _fastest(forms: Forms, program: Program, sample: tuple[Tensor, ...]) -> Program:
     """The program of a graph with its attention as torch's fused call, or written out where that is faster here."""
     given = (*sample, *forms.beside)
     if not forms.known.attentions:
@@ -92,13 +93,13 @@ def _fastest(forms: Forms, program: torch.jit.ScriptModule, sample: tuple[Tensor
     return other if _is_faster(other, given, program, given, seconds) else program
 
 
-def _seconds(program: torch.jit.ScriptModule, given: tuple[Tensor, ...]) -> float:
+def _seconds(program: Program, given: tuple[Tensor, ...]) -> float:
     start = time.perf_counter()
     program(*given)
     return time.perf_counter() - start
 
 
-def _written_out(forms: Forms, sample: tuple[Tensor, ...], attention: Attention) -> torch.jit.ScriptModule | None:
+def _written_out(forms: Forms, sample: tuple[Tensor, ...], attention: Attention) -> Program | None:
     forms.attention = attention
     try:
         return _program(forms, sample)
@@ -107,9 +108,9 @@ def _written_out(forms: Forms, sample: tuple[Tensor, ...], attention: Attention)
 
 
 def _is_faster(
-    other: torch.jit.ScriptModule,
+    other: Program,
     its: tuple[Tensor, ...],
-    program: torch.jit.ScriptModule,
+    program: Program,
     given: tuple[Tensor, ...],
     seconds: float,
 ) -> bool:
@@ -134,13 +135,14 @@ def _no_further(found: Sequence[Tensor], usual: Sequence[Tensor], exact: Sequenc
     return True
 
 
-def _program(forms: Forms, sample: tuple[Tensor, ...]) -> torch.jit.ScriptModule:
+def _program(forms: Forms, sample: tuple[Tensor, ...]) -> Program:
     with warnings.catch_warnings(), _fusing():
         for remark in (DeprecationWarning, torch.jit.TracerWarning):  # sizes are fixed, so what is traced of them holds
             warnings.simplefilter("ignore", remark)
         given = (*sample, *forms.beside)
-        program: torch.jit.ScriptModule = torch.jit.freeze(torch.jit.trace(forms, given, check_trace=False))
-        _expect_understood(program)
+        whole: torch.jit.ScriptModule = torch.jit.freeze(torch.jit.trace(forms, given, check_trace=False))
+        _expect_understood(whole)
+        program = in_pieces(whole)
         for _ in range(_CALLS):
             program(*given)
     return program
