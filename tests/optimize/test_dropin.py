@@ -428,6 +428,37 @@ def test_copies_run_their_graphs_and_are_their_own(pair, way: str) -> None:
         assert close(other(image())[0], other.q.bias.expand(2, 36, 8))
 
 
+class Flat(nn.Module):
+    """Says itself what its state is, and is made anew from that, as the layers of einops are."""
+
+    def __init__(self, axis: int) -> None:
+        super().__init__()
+        self.axis = axis
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(self.axis)
+
+    def __getstate__(self) -> dict[str, int]:
+        return {"axis": self.axis}
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        self.__init__(**state)
+
+
+@pytest.mark.parametrize("way", ["as it is", "deepcopy", "pickle"])
+def test_a_layer_that_leaves_its_mode_out_of_its_state(way: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), Flat(1)).eval()
+    assert copy.deepcopy(model)[2].training  # torch's own copy trains
+    dropin = optimize(model, (image(),), transformations=EXACT, keep="all", seconds=0.01).model
+    if way != "as it is":
+        dropin = copy.deepcopy(dropin) if way == "deepcopy" else pickle.loads(pickle.dumps(dropin))
+    assert not any(module.training for module in (*model.modules(), *dropin.modules()))
+    check(model, dropin, True, image())
+    dropin[2].train()
+    assert copy.deepcopy(dropin)[2].training
+    check(model, dropin, False, image())
+
+
 def test_a_copy_of_a_changed_model_knows_it(pair) -> None:
     _, dropin = pair
     with torch.no_grad():

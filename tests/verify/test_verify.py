@@ -483,3 +483,21 @@ def test_the_float64_copy_has_weights_of_its_own_and_none_is_copied_twice(monkey
         assert tensor.dtype is (torch.float64 if own.is_floating_point() else own.dtype), name
         assert tensor.data_ptr() != own.data_ptr(), name
         assert torch.equal(tensor, own.to(tensor.dtype)), name
+
+
+class OwnState(nn.Dropout):
+    """Says itself what its state is, and is made anew from that, as the layers of einops are."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"p": self.p}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)
+
+
+def test_the_float64_copy_has_every_module_in_its_mode() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), OwnState(0.5), nn.Dropout(0.25)).eval()
+    model[2].train()
+    assert [module.training for module in in_precision(model, torch.float64).modules()] == [False, False, False, True]
+    model.eval()
+    assert verify(model, copy.deepcopy(model[0]), (torch.randn(3, 4),)).ok

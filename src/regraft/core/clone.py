@@ -1,4 +1,4 @@
-"""Modules made after others: with their settings and weights, or with the shapes of their weights alone."""
+"""Modules made after others: with their settings and weights, copies of these, or the shapes of their weights alone."""
 
 from __future__ import annotations
 
@@ -17,6 +17,27 @@ def clone_module(module: nn.Module) -> nn.Module:
     for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
         clone.__dict__[table] = module.__dict__[table].copy()
     return clone
+
+
+def deep_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """What `copy.deepcopy` makes of a model, with every module in the mode in which it is.
+
+    A module that says itself what its state is, as the layers of einops do, comes back as it was made: training.
+
+    Args:
+        model: The model.
+        memo: What has been copied already, by the `id` of what it stands for, as `copy.deepcopy` takes it; it is added
+            to.
+
+    Raises:
+        Exception: Whatever a part that cannot be copied raises.
+    """
+    copied: nn.Module = copy.deepcopy(model, memo)
+    for module in model.modules():
+        twin = memo.get(id(module))
+        if isinstance(twin, nn.Module) and twin.training != module.training:
+            twin.training = module.training
+    return copied
 
 
 def consumed(changes: Changes) -> Changes:

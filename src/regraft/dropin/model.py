@@ -89,13 +89,17 @@ def _make_class(base: type[nn.Module]) -> type[nn.Module]:
         with self._regraft.converting(self):
             return base._apply(self, *args, **kwargs)
 
-    def setstate(self: Any, state: dict[str, Any]) -> None:
+    def setstate(self: Any, saved: tuple[Any, list[bool]]) -> None:
+        state, modes = saved
         base.__setstate__(self, state)
+        for module, training in zip(self.modules(), modes):
+            module.training = training
         self._regraft.watch(self)  # from its first moment on
 
     def reduce(self: Any, protocol: Any) -> Any:
         del protocol
-        return _blank, (base,), self.__getstate__()
+        # a module that says itself what its state is may leave its mode out, and comes back training
+        return _blank, (base,), (self.__getstate__(), [module.training for module in self.modules()])
 
     namespace = {
         "__doc__": base.__doc__,

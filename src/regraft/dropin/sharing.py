@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from regraft.core.clone import deep_copy
 
 
 def share(model: nn.Module) -> nn.Module:
@@ -34,7 +35,7 @@ def share(model: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {id(tensor): _twin(tensor) for tensor in _registered(model)}
     memo.update({id(tensor): tensor for tensor in _attributes(model) if id(tensor) not in memo})
     try:
-        return copy.deepcopy(model, memo)
+        return deep_copy(model, memo)
     except Exception as error:  # whatever an attribute raises that cannot be copied
         raise TypeError(
             f"{type(model).__name__} cannot be copied ({error}), and its copy is what would be optimized; "

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from regraft.core.clone import deep_copy
 from regraft.verify.tree import tree_of
 
 _COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
@@ -135,7 +136,7 @@ def in_precision(model: Callable[..., Any], dtype: torch.dtype) -> Callable[...,
         return model
     weights = chain(model.parameters(), model.buffers())
     memo = {id(tensor): _weight(tensor, dtype) for tensor in weights if type(tensor) in (Tensor, nn.Parameter)}
-    converted: nn.Module = copy.deepcopy(model, memo)._apply(lambda t: t.to(target(t.dtype, dtype)))
+    converted: nn.Module = deep_copy(model, memo)._apply(lambda t: t.to(target(t.dtype, dtype)))
     return converted
 
 
