@@ -428,6 +428,19 @@ def test_copies_run_their_graphs_and_are_their_own(pair, way: str) -> None:
         assert close(other(image())[0], other.q.bias.expand(2, 36, 8))
 
 
+def test_traced_by_torchscript(caplog) -> None:
+    model, result = optimized()
+    assert any(parameter.requires_grad for parameter in model.parameters())
+    with torch.no_grad(), caplog.at_level(logging.WARNING):
+        traced = torch.jit.trace(result.model, (image(),))
+        graph = torch.jit.trace(result.graph_module, (image(),))
+    assert "give it result.graph_module" in caplog.text
+    for batch in (1, 5):
+        assert close(traced(image(batch)), model(image(batch)))
+        assert close(graph(image(batch)), model(image(batch)))
+    check(model, result.model, True, image())
+
+
 class Flat(nn.Module):
     """Says itself what its state is, and is made anew from that, as the layers of einops are."""
 

@@ -201,6 +201,8 @@ class Grafts:
 
     def _obstacle(self, model: nn.Module, call: Mapping[str, Any], unchanged: bool) -> str | None:
         """Why no graph may be used, whatever was captured."""
+        if torch.jit.is_tracing():  # which knows the weights of the module that it was given alone
+            return "torch.jit.trace traces it; to trace the graph, give it result.graph_module"
         if collects():
             return "the results of layers inside are collected, as output_hidden_states asks, and a graph has none"
         watch = self.watch(model)
