@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from regraft.core.edit import Edit
 from regraft.core.query import require, that
 from regraft.core.tree import TreeMatch
-from regraft.core.values import value_of
+from regraft.core.values import layout_of, value_of
 from regraft.core.vocabulary import CAST
 
 
@@ -30,22 +31,57 @@ def ends(x: Node, weights: list[Node], match: TreeMatch) -> tuple[Node, Node, li
     return x, result, [node for node in match.nodes if node < result and node is not x]
 
 
-def normalized(x: Node, dim: Any) -> tuple[int, ...]:
-    """The sizes of the axes that are normalised, which must be the last ones, and of known size."""
+def normalized(x: Node, dim: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The axes that are normalised and their sizes, which must be known."""
     value = value_of(x)
     assert value is not None
-    axes = sorted(axis % value.ndim for axis in (dim if isinstance(dim, (list, tuple)) else [dim]))
+    axes = tuple(sorted(axis % value.ndim for axis in (dim if isinstance(dim, (list, tuple)) else [dim])))
     sizes = tuple(value.shape[axis] for axis in axes)
-    last = axes == list(range(value.ndim - len(axes), value.ndim))
-    require(that(last, f"{x.name!r} is normalised over axes {axes}, which are not its last"))
-    require(that(all(isinstance(size, int) for size in sizes), f"the last axes of {x.name!r} have no fixed size"))
-    return sizes
+    known = all(isinstance(size, int) for size in sizes)
+    require(that(known, f"the axes {list(axes)} of {x.name!r}, which are normalised, have no fixed size"))
+    return axes, sizes
 
 
-def fits(node: Node, shape: tuple[int, ...], x: Node) -> str | None:
+def fits(node: Node, axes: tuple[int, ...], x: Node) -> str | None:
+    """Whether a weight, broadcast to `x`, has the sizes of the axes there, and no others."""
     given, value = value_of(node), value_of(x)
-    fits = given is not None and value is not None and (tuple(given.shape), given.dtype) == (shape, value.dtype)
-    return that(fits, f"{node.name!r} is not of the shape {shape} and the dtype of {x.name!r}")
+    assert value is not None
+    first = min(axes) if given is None else value.ndim - given.ndim
+    shape = tuple(value.shape[axis] if axis in axes else 1 for axis in range(first, value.ndim))
+    fits = given is not None and first <= min(axes) and (tuple(given.shape), given.dtype) == (shape, value.dtype)
+    return that(fits, f"{node.name!r} has not the sizes of the axes {list(axes)} and the dtype of {x.name!r}")
+
+
+def place_norm(
+    edit: Edit, result: Node, norm: Any, x: Node, axes: tuple[int, ...], weights: list[Node | None], eps: float
+) -> None:
+    """`result` becomes the norm of `x` over some axes, laid out as it was.
+
+    Args:
+        edit: The site's transaction.
+        result: The node that the norm replaces.
+        norm: The fused call, which normalises the last axes.
+        x: What is normalised.
+        axes: The axes; a single one where they are not the last.
+        weights: The weights of the norm, broadcast to `x`.
+        eps: What is added to the variance.
+    """
+    value, laid = value_of(x), layout_of(value_of(result))
+    assert value is not None
+    shape = tuple(value.shape[axis] for axis in axes)
+    order = [axis for axis in range(value.ndim) if axis not in axes] + list(axes)
+    if order == sorted(order):
+        edit.replace(result, norm, x, shape, *weights, eps)
+        return
+    vectors = [edit.insert(result, torch.flatten, weight) if weight is not None else None for weight in weights]
+    normed = edit.insert(result, norm, edit.insert(result, torch.permute, x, order), shape, *vectors, eps)
+    back = sorted(order, key=order.__getitem__)
+    if laid is not torch.contiguous_format and axes == (1,):  # channels last, as they are then
+        edit.replace(result, torch.permute, normed, back)
+        return
+    moved = edit.insert(result, torch.permute, normed, back)
+    keywords = {} if laid is torch.contiguous_format else {"memory_format": laid}
+    edit.replace(result, torch.ops.aten.contiguous.default, moved, **keywords)
 
 
 def precise(nodes: list[Node], x: Node, where: str) -> str | None:

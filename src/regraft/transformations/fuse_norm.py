@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.fx import Node
@@ -14,9 +15,9 @@ from regraft.core.rewrite import Rewrite
 from regraft.core.tree import Either, Form, Number, Op, Through, Tree, TreeMatch, Value
 from regraft.core.values import value_of
 from regraft.core.vocabulary import ADD, CAST, DIVIDE, MEAN, MULTIPLY, POWER, RSQRT, SQRT, SQUARE, SUBTRACT, VARIANCE
-from regraft.transformations._norm import ends, fits, normalized, precise
+from regraft.transformations._norm import ends, fits, normalized, place_norm, precise
 
-_X, _DIM = Through((CAST,), Value("x")), Value("dim")
+_X = Through((CAST,), Value("x"))
 
 
 def _vector(value: Any) -> bool:
@@ -24,8 +25,15 @@ def _vector(value: Any) -> bool:
     return tensor is not None and tensor.ndim == 1
 
 
-def _mean_of(form: Form) -> Form:
-    return Op(MEAN, form, dim=_DIM, keepdim=True)
+def _of_channels(value: Any) -> bool:
+    """A weight of one axis with axes of size one after it, as it is multiplied with the channels of an image."""
+    tensor = value_of(value)
+    return tensor is not None and tensor.ndim > 1 and tensor.shape[-1] == 1 and sum(n != 1 for n in tensor.shape) == 1
+
+
+def _inner_axis(dim: Any) -> bool:
+    axes = dim if isinstance(dim, (list, tuple)) else [dim]
+    return len(axes) == 1 and (axes[0] == 1 or axes[0] < -1)
 
 
 def _square_of(form: Form) -> Form:
@@ -38,19 +46,27 @@ def _normed(form: Form, variance: Form) -> Form:
     return Either(Op(MULTIPLY, form, Op(RSQRT, shifted)), Op(DIVIDE, form, Op(SQRT, shifted)))
 
 
-def _scaled(form: Form) -> Form:
+def _scaled(form: Form, fits: Callable[[Any], bool]) -> Form:
     """With the weight, and with the bias, where there are any; cast in between, and at the end."""
-    weight, bias = Through((CAST,), Value("weight", _vector)), Through((CAST,), Value("bias", _vector))
+    weight, bias = Through((CAST,), Value("weight", fits)), Through((CAST,), Value("bias", fits))
     weighted = Op(MULTIPLY, Through((CAST,), form), weight)
     return Through((CAST,), Either(Op(ADD, Through((CAST,), weighted), bias), weighted, form))
 
 
-_CENTRED = Op(SUBTRACT, _X, _mean_of(_X))
-_VARIANCE = Either(
-    _mean_of(_square_of(_CENTRED)),
-    Op(VARIANCE, _X, dim=_DIM, unbiased=False, keepdim=True),
-    Op(VARIANCE, _X, dim=_DIM, correction=0, keepdim=True),
-)
+def _norms(dim: Form, weight: Callable[[Any], bool]) -> Form:
+    """A layer norm or an RMS norm over such axes, with such weights."""
+
+    def mean(form: Form) -> Form:
+        return Op(MEAN, form, dim=dim, keepdim=True)
+
+    centred = Op(SUBTRACT, _X, mean(_X))
+    variance = Either(
+        mean(_square_of(centred)),
+        Op(VARIANCE, _X, dim=dim, unbiased=False, keepdim=True),
+        Op(VARIANCE, _X, dim=dim, correction=0, keepdim=True),
+    )
+    layer, rms = _normed(centred, variance), _normed(_X, mean(_square_of(_X)))
+    return Either(_scaled(layer, weight), _scaled(rms, weight))
 
 
 class FuseNorm(Rewrite):
@@ -59,7 +75,8 @@ class FuseNorm(Rewrite):
     `(x - mean(x)) / √(mean((x - mean(x))²) + eps) w + b = layer_norm(x, w, b, eps)` (Ba et al. 2016, arXiv:1607.06450)
     and `x / √(mean(x²) + eps) w = rms_norm(x, w, eps)` (Zhang and Sennrich 2019, arXiv:1910.07467). The fused calls
     compute half precision in float32 and round once, so they keep the upcasts of the model; a weight in float32 beside
-    values in half precision leaves the casts where they are. What computes more precisely than that is refused.
+    values in half precision leaves the casts where they are. What computes more precisely than that is refused. A norm
+    over the channels of an image is fused with the channels moved to the end, where the calls expect them, and back.
 
     Example:
         >>> import torch, regraft as rg
@@ -72,9 +89,7 @@ class FuseNorm(Rewrite):
     """
 
     preserves_computation = True
-    pattern = Tree(
-        Either(_scaled(_normed(_CENTRED, _VARIANCE)), _scaled(_normed(_X, _mean_of(_square_of(_X))))), RSQRT, SQRT
-    )
+    pattern = Tree(Either(_norms(Value("dim"), _vector), _norms(Value("dim", _inner_axis), _of_channels)), RSQRT, SQRT)
 
     def rewrite(self, match: Match, edit: Edit, facts: Facts) -> str:
         """See `Rewrite.rewrite`."""
@@ -86,15 +101,13 @@ class FuseNorm(Rewrite):
         x, result, inner = ends(x, weights, match)
         centred = any(match.is_a(node, SUBTRACT) for node in inner)
         require(facts.closed(inner, result), facts.unchanged(x, min(inner), result))
-        shape = normalized(x, match.values["dim"])
-        require(*(fits(node, shape, x) for node in weights), precise([*inner, result], x, match.where))
+        axes, shape = normalized(x, match.values["dim"])
+        require(*(fits(node, axes, x) for node in weights), precise([*inner, result], x, match.where))
         require(
             that(centred or bias is None, f"{match.where} adds a bias to an RMS norm, which the fused call has not")
         )
 
-        if centred:
-            edit.replace(result, F.layer_norm, x, shape, weight, bias, match.values["eps"])
-        else:
-            edit.replace(result, F.rms_norm, x, shape, weight, match.values["eps"])
+        norm: Any = F.layer_norm if centred else F.rms_norm
+        place_norm(edit, result, norm, x, axes, [weight, bias] if centred else [weight], match.values["eps"])
         edit.erase_unread(inner)
         return f"fused {'layer' if centred else 'RMS'} norm over {shape}"
