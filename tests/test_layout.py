@@ -48,6 +48,7 @@ MAY_MUTATE = (
     *("core/edit.py", "core/convert.py", "core/states.py", "core/reversal.py", "core/carry.py", "core/arithmetic.py"),
     *("core/graph_module.py", "core/graph_record.py", "core/fx_private.py", "core/snapshot.py", "core/checkpoint.py"),
     "capture/",
+    "core/clone.py",  # copies: what it sets is what the original has
     "optimize/engines/inlining.py",  # a copy, for an engine alone: without a history, and nothing of it is taken back
 )
 MUTATING_METHODS = {

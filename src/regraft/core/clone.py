@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -38,6 +39,17 @@ def deep_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         if isinstance(twin, nn.Module) and twin.training != module.training:
             twin.training = module.training
     return copied
+
+
+def set_modes(model: nn.Module, modes: Iterable[bool]) -> None:
+    """Put every module of a model in training or in evaluation mode.
+
+    Args:
+        model: The model.
+        modes: For each of its modules, in order, whether it trains.
+    """
+    for module, training in zip(model.modules(), modes):
+        module.training = training
 
 
 def consumed(changes: Changes) -> Changes:

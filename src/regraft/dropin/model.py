@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from regraft.core.clone import set_modes
 from regraft.dropin.grafts import NOTHING, Grafts
 
 _KEY = "_regraft"
@@ -92,8 +93,7 @@ def _make_class(base: type[nn.Module]) -> type[nn.Module]:
     def setstate(self: Any, saved: tuple[Any, list[bool]]) -> None:
         state, modes = saved
         base.__setstate__(self, state)
-        for module, training in zip(self.modules(), modes):
-            module.training = training
+        set_modes(self, modes)
         self._regraft.watch(self)  # from its first moment on
 
     def reduce(self: Any, protocol: Any) -> Any:
