@@ -211,6 +211,38 @@ def test_geometries(settings):
     check_applied(PACK, randomise(nn.Sequential(nn.Conv2d(4, 8, 3, **settings))), IMAGE, sites=2)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_a_dilated_convolution_by_channel_is_given_an_image_that_is_padded(axes, dtype, form, monkeypatch):
+    padded = []
+    monkeypatch.setattr(F, "pad", lambda x, around, pad=F.pad: padded.append(around) or pad(x, around))
+    kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1]
+    model = randomise(nn.Sequential(kind(4, 4, 3, padding=8, dilation=8, groups=4), nn.ReLU())).to(dtype)
+    x = torch.randn(2, 4, *(6, 7, 9)[:axes]).to(dtype)
+    gm = check_applied(PACK, model, (x,), form, sites=2)
+    padded.clear()
+    for given in (x, x[:1], torch.cat([x, x], -1), x) if form == "fx" else (x,):
+        assert_matches_float64(model, gm, (given,), slack=6)
+        assert padded == ([(8, 8)] if axes < 3 else [])
+        padded.clear()
+
+
+@pytest.mark.parametrize(
+    ("capability", "padding", "dilation", "groups", "around"),
+    [
+        *(("AVX512", 6, 3, 4, 0), ("AVX512", 7, 3, 4, 7), ("AVX2", 4, 2, 4, 0), ("AVX2", 5, 3, 4, 5)),
+        *(("AVX512", 9, 1, 4, 0), ("AVX512", 9, 3, 2, 0), ("AVX512", (9, 2), 3, 4, 0), ("AVX512", (2, 9), 3, 4, 9)),
+    ],
+)
+def test_when_an_image_is_padded_before(capability, padding, dilation, groups, around, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    conv = nn.Conv2d(4, 4, 7, padding=padding, dilation=dilation, groups=groups)
+    layer = PackedConv2d.of(conv)
+    assert layer._around() == around
+    assert layer._geometry()[0][-1] == conv.padding[-1] - around
+
+
 class Residual(nn.Module):
     """Two convolutions whose sum, in one of its spellings, goes through an activation."""
 

@@ -83,6 +83,21 @@ def slower_inside(activation: str) -> bool:
     return activation in _EXPONENTIAL and _without_avx512()
 
 
+def padding_apart(padding: Sequence[int], dilation: Sequence[int]) -> int:
+    """What to put around the rows of an image before a depthwise convolution; 0 where it pads them itself.
+
+    oneDNN's kernel for dilated ones takes no more padding of rows than the pixels that it computes at a time
+    (`jit_uni_dw_conv_kernel_utils.hpp`, `ur_w`). Beyond that it has one for sixteen channels to a group, or a product
+    for each channel, which take 3 to 20 times as long.
+
+    Args:
+        padding: What both ends of each axis are padded by, the rows' last.
+        dilation: The steps between the elements of the kernel.
+    """
+    at_a_time = 4 if _without_avx512() else 6
+    return padding[-1] if max(dilation) > 1 and padding[-1] > at_a_time else 0
+
+
 def usable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether a call is one for these operators: ordinary tensors on the CPU, no gradient, nobody who traces."""
     if not ordinary_call() or type(x) not in ORDINARY or not copies_last(weight):

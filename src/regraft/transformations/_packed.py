@@ -98,9 +98,11 @@ class _PackedConv(Packed):
         if entry is None:
             return self._plain(input, other)
         packed, size = entry
+        around = self._around()
+        given = F.pad(input, (around, around)) if around else input
         if packed.dtype is input.dtype:
-            return self._fused(input, other, packed, bias, size)
-        x, offset, added = (None if t is None else t.to(packed.dtype) for t in (input, bias, other))
+            return self._fused(given, other, packed, bias, size)
+        x, offset, added = (None if t is None else t.to(packed.dtype) for t in (given, bias, other))
         assert x is not None
         if other is None or other.dtype is input.dtype:
             return self._fused(x, added, packed, offset, size).to(input.dtype)
@@ -132,12 +134,13 @@ class _PackedConv(Packed):
         dtype = self._computed_in(weight.dtype)
         if dtype is None:
             return None
-        size = self._size(torch.empty(shape, device="meta"), torch.empty(weight.shape, device="meta"))
+        padded = torch.Size((*shape[:-1], shape[-1] + 2 * self._around()))
+        size = self._size(torch.empty(padded, device="meta"), torch.empty(weight.shape, device="meta"))
         if not size.numel():
             return None
         if len(packs) >= SIZES:
             packs.clear()
-        packed = self._pack(weight.to(dtype), shape)
+        packed = self._pack(weight.to(dtype), padded)
         known = {mkldnn.layout(other): other for other, _ in list(packs.values())}  # other threads may add some
         entry = packs[shape] = (known.get(mkldnn.layout(packed), packed), size)
         return entry
@@ -157,14 +160,25 @@ class _PackedConv(Packed):
         return mkldnn.conv(x, packed, bias, self._geometry(), activation)
 
     def _geometry(self) -> tuple[Any, ...]:
-        geometry: tuple[Any, ...] | None = self.__dict__.get("_numbers")
-        if geometry is None:
-            geometry = self.__dict__["_numbers"] = self._numbers_of_it()
-        return geometry
+        return self._numbers()[0]
 
-    def _numbers_of_it(self) -> tuple[Any, ...]:
+    def _around(self) -> int:
+        """So many zeros are put at both ends of each row before."""
+        return self._numbers()[1]
+
+    def _numbers(self) -> tuple[tuple[Any, ...], int]:
+        numbers: tuple[tuple[Any, ...], int] | None = self.__dict__.get("_known_numbers")
+        if numbers is None:
+            numbers = self.__dict__["_known_numbers"] = self._numbers_of_it()
+        return numbers
+
+    def _numbers_of_it(self) -> tuple[tuple[Any, ...], int]:
         conv: Any = self
-        return _padding(conv), list(conv.stride), list(conv.dilation), conv.groups
+        padding, dilation, around = _padding(conv), list(conv.dilation), 0
+        if self.axes < 3 and conv.groups == conv.in_channels == conv.out_channels:
+            around = mkldnn.padding_apart(padding, dilation)
+            padding[-1] -= around
+        return (padding, list(conv.stride), dilation, conv.groups), around
 
 
 class PackedConv1d(_PackedConv, nn.Conv1d):
@@ -185,9 +199,9 @@ class PackedConv1d(_PackedConv, nn.Conv1d):
     def _compute(self, x: Tensor, packed: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
         return mkldnn.conv(x.unsqueeze(2), packed, bias, self._geometry(), activation).squeeze(2)
 
-    def _numbers_of_it(self) -> tuple[Any, ...]:
-        conv: Any = self
-        return [0, *_padding(conv)], [1, *conv.stride], [1, *conv.dilation], conv.groups
+    def _numbers_of_it(self) -> tuple[tuple[Any, ...], int]:
+        (padding, stride, dilation, groups), around = super()._numbers_of_it()
+        return ([0, *padding], [1, *stride], [1, *dilation], groups), around
 
 
 class PackedConv2d(_PackedConv, nn.Conv2d):
@@ -220,9 +234,10 @@ class PackedConvTranspose2d(_PackedConv, nn.ConvTranspose2d):  # type: ignore[mi
     def _compute(self, x: Tensor, packed: Tensor, bias: Tensor | None, activation: Activation) -> Tensor:
         return mkldnn.transposed(x, packed, bias, self._geometry(), activation)
 
-    def _numbers_of_it(self) -> tuple[Any, ...]:
+    def _numbers_of_it(self) -> tuple[tuple[Any, ...], int]:
         conv: Any = self
-        return list(conv.padding), list(conv.output_padding), list(conv.stride), list(conv.dilation), conv.groups
+        geometry = list(conv.padding), list(conv.output_padding), list(conv.stride), list(conv.dilation), conv.groups
+        return geometry, 0
 
 
 CONVOLUTIONS = (PackedConv1d, PackedConv2d, PackedConv3d, PackedConvTranspose2d)

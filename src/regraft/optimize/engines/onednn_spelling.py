@@ -14,10 +14,10 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.nn import functional as F
 
-from regraft.core.padding import padded_ends
 from regraft.core.values import called_name
 from regraft.core.vocabulary import ATTENTION, BATCH_NORM, CONV, GELU, LAYER_NORM, RMS_NORM, Call
 from regraft.optimize.engines.onednn_layouts import anew, dense, lies_oddly, order
+from regraft.optimize.engines.onednn_padding import padded_otherwise
 from regraft.optimize.engines.onednn_single import Env, Spelling, from_env, of_single_pixels
 
 JOINING = {"cat", "concat", "concatenate"}
@@ -52,8 +52,8 @@ def respelled(node: Node, name: str, call: Call | None, result: Tensor, env: Env
     single = of_single_pixels(node, name, call, result, env)
     if single is not None:
         return single
-    if call is not None and call.operation is CONV and isinstance(call["padding"], str):
-        return _padded_by_numbers(call, env)
+    if call is not None and call.operation is CONV:
+        return padded_otherwise(call, env)
     if name == "addmm":
         return _as_linear(node, steady)
     if name == "linalg_vector_norm":
@@ -152,26 +152,6 @@ def _masked_by_numbers(call: Call, env: Env) -> Spelling | None:
             added = added.double()
         args, kwargs = map_arg((node.args, node.kwargs), lambda other: added if other is mask else env[other])
         result: Tensor = function(*args, **kwargs)
-        return result
-
-    return compute
-
-
-def _padded_by_numbers(call: Call, env: Env) -> Spelling | None:
-    """A convolution whose padding is a word, which it does not know, with the numbers that stand for it."""
-    if getattr(call.module, "padding_mode", "zeros") != "zeros":
-        return None
-    given, sizes = call.input, from_env(call["weight"], env).shape[2:]
-    convolution: Any = (F.conv1d, F.conv2d, F.conv3d)[len(sizes) - 1]
-    ends = padded_ends(call["padding"], sizes, call["dilation"])
-    even = all(start == end for start, end in ends)
-    around = [] if even else [end for pair in reversed(ends) for end in pair]
-    padding = [end if even else 0 for _, end in ends]
-
-    def compute(env: Env) -> Tensor:
-        weight, bias = (from_env(call[name], env) for name in ("weight", "bias"))
-        padded = F.pad(env[given], around) if around else env[given]
-        result: Tensor = convolution(padded, weight, bias, call["stride"], padding, call["dilation"], call["groups"])
         return result
 
     return compute
