@@ -132,4 +132,8 @@ def test_a_convolution_that_it_knows_stays_as_it_is(spelled: list[bool]) -> None
     x = torch.randn(1, 4, 9, 9)
     for settings in ({}, {"padding": 1}, {"padding": 2, "dilation": 2, "groups": 4}, {"stride": 2, "padding": (1, 0)}):
         run(lambda x: F.conv2d(x, torch.ones(4, 4 // settings.get("groups", 1), 3, 3), **settings), x)  # noqa: B023
-    assert spelled == [False] * 4
+    run(lambda x: F.conv2d(x, torch.ones(4, 2, 3, 3), None, 1, 9, 3, 4), torch.randn(1, 8, 30, 30))  # of two channels
+    run(lambda x: F.conv3d(x, torch.ones(4, 1, 3, 3, 3), None, 1, 9, 3, 4), torch.randn(1, 4, 9, 10, 11))
+    run(lambda x: F.conv2d(x, torch.ones(4, 4, 3, 3), None, 2, 1), x[..., :2, :2])  # one end would be padded, one not
+    run(lambda x: F.conv2d(x, torch.ones(4, 1, 3, 3), None, 1, 8, 8, 4), x[0])  # no batch
+    assert spelled == [False] * 8

@@ -241,6 +241,7 @@ def test_when_an_image_is_padded_before(capability, padding, dilation, groups, a
     layer = PackedConv2d.of(conv)
     assert layer._around() == around
     assert layer._geometry()[0][-1] == conv.padding[-1] - around
+    assert PackedConv2d.of(nn.Conv2d(4, 8, 7, padding=padding, dilation=dilation, groups=4))._around() == 0
 
 
 class Residual(nn.Module):

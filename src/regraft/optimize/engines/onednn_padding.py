@@ -28,9 +28,8 @@ def padded_otherwise(call: Call, env: Env) -> Spelling | None:
     if getattr(call.module, "padding_mode", "zeros") != "zeros" or env[given].ndim != weight.ndim:
         return None
     ends = padded_ends(call["padding"], sizes, call["dilation"])
-    stride, dilation = (per_axis(call[name], len(sizes)) for name in ("stride", "dilation"))
-    per_size = zip(env[given].shape[2:], sizes, stride, dilation, ends, strict=True)
-    seeing = [_seeing(*axis) for axis in per_size]
+    dilation = per_axis(call["dilation"], len(sizes))
+    seeing = [_seeing(*axis) for axis in zip(env[given].shape[2:], sizes, dilation, ends, strict=True)]
     ends = tuple(
         (start - kept.start * step, end - (size - kept.stop) * step)
         for kept, size, step, (start, end) in zip(seeing, sizes, dilation, ends, strict=True)
@@ -47,28 +46,27 @@ def padded_otherwise(call: Call, env: Env) -> Spelling | None:
 
     def compute(env: Env) -> Tensor:
         weight, bias = (from_env(call[name], env) for name in ("weight", "bias"))
-        weight = weight[(..., *seeing)].contiguous() if parts else weight
+        weight = weight[(..., *seeing)] if parts else weight
         padded = F.pad(env[given], around) if any(around) else env[given]
-        result: Tensor = convolution(padded, weight, bias, stride, padding, dilation, groups)
+        result: Tensor = convolution(padded, weight, bias, call["stride"], padding, dilation, groups)
         return result
 
     return compute
 
 
-def _seeing(pixels: int, size: int, stride: int, step: int, ends: Ends) -> slice:
-    """Which elements of a kernel ever see a pixel along an axis.
+def _seeing(pixels: int, size: int, step: int, ends: Ends) -> slice:
+    """Which elements of a kernel may see a pixel along an axis.
 
     All, where leaving some out would cut into the image, or leave more padding at one end than at the other.
 
     Args:
         pixels: How many pixels there are.
         size: The size of the kernel.
-        stride: The stride.
         step: The dilation.
         ends: The padding.
     """
     start, end = ends
-    last = (pixels + start + end - step * (size - 1) - 1) // stride * stride - start  # where the kernel begins then
+    last = pixels + end - step * (size - 1) - 1  # where the kernel begins then
     seen = [place for place in range(size) if last + place * step >= 0 and place * step - start < pixels]
     kept = slice(seen[0], seen[-1] + 1) if seen else slice(0, size)
     before, after = start - kept.start * step, end - (size - kept.stop) * step
