@@ -45,6 +45,10 @@ OPERATORS: dict[str, Function] = {
     "conv in groups": lambda x: F.conv2d(x, weight(8, 3, 3, 3), W8, groups=2),
     "conv by channel": lambda x: F.conv2d(x, weight(6, 1, 3, 3), W6, 1, 1, 1, 6),
     "conv by channel, dilated": lambda x: F.conv2d(x, weight(6, 1, 3, 3), W6, 1, (4, 8), (4, 8), 6),
+    "conv by channel over one axis": lambda x: F.relu(F.conv1d(x[:, :, 1], weight(6, 1, 3), W6, 2, 1, 1, 6)),
+    "conv by channel over one axis, between others": lambda x: F.conv1d(
+        F.conv1d(F.conv1d(x[:, :, 0], weight(6, 6, 1)), weight(6, 1, 3), W6, 1, 1, 1, 6) + x[:, :, 1], weight(8, 6, 1)
+    ),
     "conv by channel over one axis, dilated": lambda x: F.conv1d(x[:, :, 0], weight(6, 1, 5), W6, 1, 8, 4, 6),
     "conv dilated beyond the image": lambda x: F.conv2d(x, weight(8, 6, 3, 3), W8, 1, 12, 12),
     "transposed conv": lambda x: F.conv_transpose2d(x, weight(6, 8, 3, 3), W8, 2, 1, 1),

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from regraft.core.values import called_name
 from regraft.core.vocabulary import ATTENTION, BATCH_NORM, CONV, GELU, LAYER_NORM, RMS_NORM, Call
+from regraft.optimize.engines.onednn_convolutions import convolution
 from regraft.optimize.engines.onednn_layouts import anew, dense, lies_oddly, order
-from regraft.optimize.engines.onednn_padding import padded_otherwise
 from regraft.optimize.engines.onednn_single import Env, Spelling, from_env, of_single_pixels
 
 JOINING = {"cat", "concat", "concatenate"}
@@ -53,7 +53,7 @@ def respelled(node: Node, name: str, call: Call | None, result: Tensor, env: Env
     if single is not None:
         return single
     if call is not None and call.operation is CONV:
-        return padded_otherwise(call, env)
+        return convolution(call, env)
     if name == "addmm":
         return _as_linear(node, steady)
     if name == "linalg_vector_norm":

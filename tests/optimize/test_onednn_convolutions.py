@@ -1,4 +1,4 @@
-"""Convolutions that are padded before, or without what their kernel never sees, give what they gave."""
+"""Convolutions that are padded before, over rows, or without what their kernel never sees, give what they gave."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.fx import symbolic_trace
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from regraft.optimize.engines import onednn_padding, onednn_spelling
+from regraft.optimize.engines import onednn_convolutions, onednn_spelling
+from regraft.optimize.engines.onednn_convolutions import convolution
 from regraft.optimize.engines.onednn_forms import Forms
-from regraft.optimize.engines.onednn_padding import padded_otherwise
 from regraft.transformations import _mkldnn as mkldnn
 
 Function = Callable[[Tensor], Tensor]
@@ -36,11 +36,11 @@ def spelled(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     seen: list[bool] = []
 
     def look(*given: Any) -> Any:
-        found = padded_otherwise(*given)
+        found = convolution(*given)
         seen.append(found is not None)
         return found
 
-    monkeypatch.setattr(onednn_spelling, "padded_otherwise", look)
+    monkeypatch.setattr(onednn_spelling, "convolution", look)
     return seen
 
 
@@ -117,7 +117,9 @@ def test_rows_are_padded_before_where_the_kernel_by_channel_cannot(
 ) -> None:
     monkeypatch.setattr(mkldnn, "_without_avx512", lambda: not avx512)
     padded = []
-    monkeypatch.setattr(onednn_padding.F, "pad", lambda x, around, pad=F.pad: padded.append(around) or pad(x, around))
+    monkeypatch.setattr(
+        onednn_convolutions.F, "pad", lambda x, around, pad=F.pad: padded.append(around) or pad(x, around)
+    )
     x, weight, bias = torch.randn(1, 4, 20, 20), torch.randn(4, 4 // groups, 3, 3), torch.randn(4)
 
     def conv(x: Tensor) -> Tensor:
@@ -137,3 +139,33 @@ def test_a_convolution_that_it_knows_stays_as_it_is(spelled: list[bool]) -> None
     run(lambda x: F.conv2d(x, torch.ones(4, 4, 3, 3), None, 2, 1), x[..., :2, :2])  # one end would be padded, one not
     run(lambda x: F.conv2d(x, torch.ones(4, 1, 3, 3), None, 1, 8, 8, 4), x[0])  # no batch
     assert spelled == [False] * 8
+
+
+@pytest.mark.parametrize(
+    "conv",
+    [
+        lambda x: F.conv1d(x, torch.ones(8, 1, 5), torch.ones(8), 1, 2, 1, 8),
+        lambda x: F.conv1d(x, torch.ones(8, 1, 4), None, 3, "valid", 2, 8),
+        lambda x: F.conv1d(x, torch.ones(8, 1, 3), torch.ones(8), 1, 16, 16, 8),
+        lambda x: F.conv1d(x, torch.ones(8, 1, 4), None, 1, "same", 2, 8),
+    ],
+)
+def test_one_by_channel_over_a_single_axis_is_over_the_pixels_of_a_row(
+    conv: Function, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    conv2d = F.conv2d
+    monkeypatch.setattr(F, "conv2d", lambda x, *given: seen.append(x) or conv2d(x, *given))
+    for x in (torch.randn(2, 8, 40), torch.randn(2, 40, 8).transpose(1, 2)):
+        torch.testing.assert_close(run(conv, x), conv(x), rtol=1e-4, atol=1e-4)
+        assert seen[-1].shape[2] == 1
+        assert seen[-1].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_others_over_a_single_axis_stay_as_they_are(spelled: list[bool]) -> None:
+    x = torch.randn(2, 8, 40)
+    run(lambda x: F.conv1d(x, torch.ones(8, 8, 3), padding=1), x)
+    run(lambda x: F.conv1d(x, torch.ones(8, 4, 3), padding=1, groups=2), x)
+    run(lambda x: F.conv1d(x, torch.ones(1, 1, 3), padding=1), x[:, :1])
+    run(lambda x: F.conv1d(x, torch.ones(16, 1, 3), padding=1, groups=8), x)
+    assert spelled == [False] * 4
