@@ -152,6 +152,7 @@ CHANNELS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "sam": (sam, "layer_norm"),
     "rms": (rms_of_channels, "rms_norm"),
     "plain": (lambda m, x: x * (x.square().mean([1], keepdim=True) + 1e-5).rsqrt(), "rms_norm"),
+    "two axes": (lambda m, x: x * (x.square().mean((1, 2), keepdim=True) + 1e-5).rsqrt(), "rms_norm"),
     "the middle axis": (lambda m, x: x / torch.sqrt((x * x).mean(-2, True) + 1e-5), "rms_norm"),
 }
 IMAGE = torch.randn(3, 8, 5, 6) * 2 + 1

@@ -88,7 +88,7 @@ def padding_apart(padding: Sequence[int], dilation: Sequence[int]) -> int:
 
     oneDNN's kernel for dilated ones takes no more padding of rows than the pixels that it computes at a time
     (`jit_uni_dw_conv_kernel_utils.hpp`, `ur_w`). Beyond that it has one for sixteen channels to a group, or a product
-    for each channel, which take 3 to 20 times as long.
+    for each channel, which are many times slower.
 
     Args:
         padding: What both ends of each axis are padded by, the rows' last.

@@ -62,8 +62,8 @@ def place_norm(
         result: The node that the norm replaces.
         norm: The fused call, which normalises the last axes.
         x: What is normalised.
-        axes: The axes; a single one where they are not the last.
-        weights: The weights of the norm, broadcast to `x`.
+        axes: The axes.
+        weights: The weights of the norm, broadcast to `x`; there are none for several axes that are not the last.
         eps: What is added to the variance.
     """
     value, laid = value_of(x), layout_of(value_of(result))
