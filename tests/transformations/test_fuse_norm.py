@@ -168,7 +168,10 @@ def test_over_channels(name: str, layout: torch.memory_format) -> None:
     function, target = CHANNELS[name]
     x = IMAGE.contiguous(memory_format=layout)
     gm = check_applied(rg.FuseNorm(), of_channels(function), (x,), "trace")
-    assert [n for n in gm.graph.nodes if getattr(n.target, "__name__", "") == target]
+    (norm,) = [n for n in gm.graph.nodes if getattr(n.target, "__name__", "") == target]
+    assert [weight is not None for weight in norm.args[2:-1]] == [name in ("lucidrains", "sam", "rms")] * len(
+        norm.args[2:-1]
+    )
     assert not [n for n in gm.graph.nodes if "sqrt" in n.name]
     for other in (x, torch.randn(x.shape).contiguous(memory_format=layout)):
         assert gm(other).stride() == of_channels(function)(other).stride()  # somebody may view it in other sizes
@@ -206,6 +209,23 @@ def test_over_channels_of_any_number_of_pixels() -> None:
 def test_over_channels_with_a_weight_of_another_axis_is_refused(shape: tuple[int, ...], word: str) -> None:
     model = Wrap(CHANNELS["rms"][0], w=nn.Parameter(torch.rand(shape) + 0.5))
     check_refused(rg.FuseNorm(), model, (IMAGE,), "trace", word)
+
+
+@pytest.mark.parametrize("shape", [(), (1, 6), (1, 8, 5, 1), (6,)])
+def test_over_channels_what_is_no_weight_of_them_is_left_outside(shape: tuple[int, ...]) -> None:
+    model = randomise(Wrap(CHANNELS["rms"][0], w=nn.Parameter(torch.empty(shape))))
+    gm = rg.FuseNorm()(rg.trace(model, (IMAGE,)))
+    (norm,) = [n for n in gm.graph.nodes if getattr(n.target, "__name__", "") == "rms_norm"]
+    assert norm.args[2] is None
+    torch.testing.assert_close(gm(IMAGE), model(IMAGE))
+
+
+def test_a_weight_of_one_number_is_none_of_inner_axes() -> None:
+    def scaled(m: Any, x: Any) -> Any:
+        return x * (x.square().mean((1, 2), keepdim=True) + 1e-5).rsqrt() * m.w
+
+    model = Wrap(scaled, w=nn.Parameter(torch.rand(1) + 0.5))
+    check_refused(rg.FuseNorm(), model, (torch.randn(2, 3, 4, 1),), "trace", "has not the sizes of the axes [1, 2]")
 
 
 def test_read_elsewhere_is_refused() -> None:
