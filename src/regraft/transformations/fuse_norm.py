@@ -28,7 +28,8 @@ def _vector(value: Any) -> bool:
 def _of_channels(value: Any) -> bool:
     """A weight of one axis with axes of size one after it, as it is multiplied with the channels of an image."""
     tensor = value_of(value)
-    return tensor is not None and tensor.ndim > 1 and tensor.shape[-1] == 1 and sum(n != 1 for n in tensor.shape) == 1
+    sizes = tuple(tensor.shape) if tensor is not None and all(isinstance(n, int) for n in tensor.shape) else ()
+    return len(sizes) > 1 and sizes[-1] == 1 and sum(n != 1 for n in sizes) == 1
 
 
 def _inner_axis(dim: Any) -> bool:
