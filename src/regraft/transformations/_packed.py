@@ -173,6 +173,9 @@ class _PackedConv(Packed):
         return numbers
 
     def _numbers_of_it(self) -> tuple[tuple[Any, ...], int]:
+        return self._numbers_by_axis()
+
+    def _numbers_by_axis(self) -> tuple[tuple[Any, ...], int]:
         conv: Any = self
         padding, dilation, around = _padding(conv), list(conv.dilation), 0
         if self.axes < 3 and conv.groups == conv.in_channels == conv.out_channels:
@@ -200,7 +203,7 @@ class PackedConv1d(_PackedConv, nn.Conv1d):
         return mkldnn.conv(x.unsqueeze(2), packed, bias, self._geometry(), activation).squeeze(2)
 
     def _numbers_of_it(self) -> tuple[tuple[Any, ...], int]:
-        (padding, stride, dilation, groups), around = super()._numbers_of_it()
+        (padding, stride, dilation, groups), around = self._numbers_by_axis()
         return ([0, *padding], [1, *stride], [1, *dilation], groups), around
 
 
