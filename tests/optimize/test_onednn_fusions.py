@@ -120,7 +120,16 @@ print("right")
 """
 
 
-@pytest.mark.parametrize("command", [IN_A_PROCESS, CONVOLUTIONS_IN_A_PROCESS])
+ONE_ELEMENT_IN_A_PROCESS = """
+import torch
+from test_onednn_fusions import F, a_program
+for size in ((1,), (1, 1), (1, 1, 1), (1, 1, 1, 1), (2,)):
+    a_program(lambda x: F.gelu(x * 2, approximate="tanh"), torch.randn(size))
+print("right")
+"""
+
+
+@pytest.mark.parametrize("command", [IN_A_PROCESS, CONVOLUTIONS_IN_A_PROCESS, ONE_ELEMENT_IN_A_PROCESS])
 def test_what_would_end_the_process_does_not(command: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", command], cwd=Path(__file__).parent, capture_output=True, text=True, env=dict(os.environ)
@@ -179,6 +188,27 @@ APART: dict[str, tuple[Function, Tensor, set[str], list[str]]] = {
     "silu, before a product": (lambda x: layer(F.silu(layer(x))), A, {"silu"}, ["linear+sigmoid+mul", "linear"]),
     "a factor, before a product": (lambda x: layer(layer(x) * B) + x, A, {"mul"}, ["linear+mul", "linear+add"]),
     "a divisor, before a product": (lambda x: (layer(x) / C) @ SQUARE, A, {"truediv"}, ["linear+div", "matmul"]),
+    "a sum, before a product": (lambda x: layer(layer(x) + B).relu(), A, {"add"}, ["linear+add", "linear+relu"]),
+    "a factor and a sum": (lambda x: layer(x * B + C).relu(), A, {"add"}, ["mul+add", "linear+relu"]),
+    "a sum, read twice": (lambda x: (lambda y: y.relu() + layer(y.exp()))(x + B), A, {"relu", "exp"}, ["linear+add"]),
+    "GELU by tanh": (
+        lambda x: layer(F.gelu(layer(x), approximate="tanh")),
+        A,
+        {"gelu"},
+        ["linear", "mul+mul+add+mul+sigmoid+mul", "linear"],
+    ),
+    "a gate by it": (
+        lambda x: layer(F.gelu(layer(x), approximate="tanh") * B),
+        A,
+        {"gelu", "mul"},
+        ["linear", "mul+mul+add+mul+sigmoid+mul", "linear"],
+    ),
+    "of a norm": (
+        lambda x: F.gelu(F.layer_norm(x, [10], W10, W10), approximate="tanh") * B,
+        A,
+        {"layer_norm", "gelu"},
+        ["layer_norm", "mul+mul+add+mul+sigmoid+mul"],
+    ),
     "GELU by a sigmoid": (
         lambda x: (lambda y: layer(y * torch.sigmoid(1.702 * y)))(layer(x)),
         A,

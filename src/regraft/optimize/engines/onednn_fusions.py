@@ -6,6 +6,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from regraft.core.vocabulary import GELU, read
 from regraft.transformations._mkldnn import slower_inside
 
 CALLS = ("call_function", "call_method")
@@ -36,8 +37,9 @@ def kept_apart(gm: GraphModule) -> set[Node]:
     An elementwise function goes into the kernel of the product, convolution or sum before it, and what follows it does
     so, too. Without one, or where others read that as well, oneDNN Graph has only its reference kernel. So it has after
     a norm or a pooling. Some functions take longer in the kernel of a product than by themselves. And what is added to
-    a layer norm it takes for one of the norm's own tensors. It takes a factor for the beginning of the product that
-    reads it, rather than for the end of the one before, of which it is a part.
+    a layer norm it takes for one of the norm's own tensors. It takes a factor or a sum for the beginning of the product
+    that reads it, rather than for the end of a kernel before; such a product has neither its weight packed nor its
+    activation fused.
 
     Args:
         gm: The graph.
@@ -48,7 +50,7 @@ def kept_apart(gm: GraphModule) -> set[Node]:
         name = _plain(node, gm)
         if name in _JOINING or name in PRODUCTS or name in _CONVOLUTIONS:
             leading.add(node)
-        elif name in _OTHERS:
+        elif name in _OTHERS or (name == "gelu" and _is_written_out(node, gm)):
             apart.add(node)
         elif name in _ELEMENTWISE:
             before = node.all_input_nodes[0]
@@ -57,7 +59,7 @@ def kept_apart(gm: GraphModule) -> set[Node]:
                 apart.add(before)
             fused = before in leading and not slower and (len(before.users) == 1 or _is_swish(node, before, gm))
             (leading if fused else apart).add(node)
-        if (name in _FACTORS or name == "silu") and any(_plain(user, gm) in PRODUCTS for user in node.users):
+        if (name in _JOINING or name == "silu") and any(_plain(user, gm) in PRODUCTS for user in node.users):
             apart.add(node)
     return apart
 
@@ -164,6 +166,12 @@ def called(node: Node, gm: nn.Module) -> str:
 
 def _plain(node: Node, gm: nn.Module) -> str:
     return called(node, gm).replace("_", "")
+
+
+def _is_written_out(gelu: Node, gm: nn.Module) -> bool:
+    """Whether it is GELU by tanh, which is as much arithmetic as one kernel takes."""
+    call = read(gelu, gm)
+    return call is not None and call.operation is GELU and call["approximate"] == "tanh"
 
 
 def _is_swish(node: Node, given: Node, gm: nn.Module) -> bool:
