@@ -163,6 +163,18 @@ RMS_NORM = Operation(
     (),
     (nn.RMSNorm,),
 )
+INSTANCE_NORM = Operation(
+    "instance norm",
+    "input running_mean running_var weight bias use_input_stats momentum eps",
+    (F.instance_norm, torch.instance_norm, *_overloads("instance_norm.default")),
+    (),
+    (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+    {"use_input_stats": True, "momentum": 0.1, "eps": 1e-5},
+    dict.fromkeys(
+        (torch.instance_norm, *_overloads("instance_norm.default")),
+        "input weight bias running_mean running_var use_input_stats momentum eps cudnn_enabled",
+    ),
+)
 ATTENTION = Operation(
     "attention",
     "input key value attn_mask dropout_p is_causal scale enable_gqa",

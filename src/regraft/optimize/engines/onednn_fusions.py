@@ -168,7 +168,7 @@ def _plain(node: Node, gm: nn.Module) -> str:
     return called(node, gm).replace("_", "")
 
 
-def _is_written_out(gelu: Node, gm: nn.Module) -> bool:
+def _is_written_out(gelu: Node, gm: GraphModule) -> bool:
     """Whether it is GELU by tanh, which is as much arithmetic as one kernel takes."""
     call = read(gelu, gm)
     return call is not None and call.operation is GELU and call["approximate"] == "tanh"

@@ -13,6 +13,8 @@ from regraft.core.vocabulary import CONV, Call
 
 Env = Mapping[Node, Any]
 Spelling = Callable[[Env], Tensor]
+TYPES = (torch.float32, torch.bfloat16)
+"""The types that its kernels know."""
 _MEANS = {"adaptive_avg_pool2d", "adaptiveavgpool2d", "mean"}
 _OF_PARTS: Any = getattr(torch.ops.aten, "_adaptive_avg_pool2d", None)  # where torch has it no more, all stays as it is
 _PADS_NOTHING = (0, (0, 0), [0, 0], "valid", "same")  # a kernel of one pixel

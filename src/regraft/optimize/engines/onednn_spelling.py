@@ -15,17 +15,16 @@ from torch.fx.node import map_arg
 from torch.nn import functional as F
 
 from regraft.core.values import called_name
-from regraft.core.vocabulary import ATTENTION, BATCH_NORM, CONV, GELU, LAYER_NORM, RMS_NORM, Call
+from regraft.core.vocabulary import ATTENTION, CONV, GELU, Call
 from regraft.optimize.engines.onednn_convolutions import convolution
 from regraft.optimize.engines.onednn_layouts import anew, dense, lies_oddly, order
-from regraft.optimize.engines.onednn_single import Env, Spelling, from_env, of_single_pixels
+from regraft.optimize.engines.onednn_norms import NORMS
+from regraft.optimize.engines.onednn_single import TYPES, Env, Spelling, from_env, of_single_pixels
 
 JOINING = {"cat", "concat", "concatenate"}
 _POOLING = {"max_pool2d", "avg_pool2d"}
 _CLAMPING = {"clamp", "clip"}
 _EXTREMES: dict[str, Any] = {"max": torch.amax, "min": torch.amin}
-TYPES = (torch.float32, torch.bfloat16)
-"""The types that its kernels know."""
 
 
 def respelled(node: Node, name: str, call: Call | None, result: Tensor, env: Env, steady: Env) -> Spelling | None:
@@ -41,12 +40,8 @@ def respelled(node: Node, name: str, call: Call | None, result: Tensor, env: Env
     """
     if call is not None and call.operation is GELU and call["approximate"] == "tanh":
         return partial(_gelu_by_tanh, call.input)
-    if call is not None and call.operation in (LAYER_NORM, BATCH_NORM):
-        bare = call["weight"] is None or call["bias"] is None
-        scaled = call.operation is BATCH_NORM and result.dtype is torch.float32
-        return _norm(call, env) if bare or scaled else None
-    if call is not None and call.operation is RMS_NORM:
-        return _rms_norm(call, env)
+    if call is not None and call.operation in NORMS:
+        return NORMS[call.operation](call, env)
     if call is not None and call.operation is ATTENTION:
         return _masked_by_numbers(call, env)
     single = of_single_pixels(node, name, call, result, env)
@@ -82,64 +77,6 @@ def _gelu_by_tanh(given: Node, env: Env) -> Tensor:
     y, factor = x.float(), 2 * math.sqrt(2 / math.pi)
     square = y * y if x.numel() > 1 else anew(y * y)
     return (y * torch.sigmoid(y * (square * (0.044715 * factor) + factor))).to(x.dtype)
-
-
-def _norm(call: Call, env: Env) -> Spelling | None:
-    """A norm with a weight and a bias: one that lacks either cannot be compiled.
-
-    A batch norm in float32 is a product and a sum, as torch computes it, in half the time or less.
-    """
-    given, shape = call.input, call["normalized_shape"]
-    if call.operation is BATCH_NORM:
-        mean = from_env(call["running_mean"], env)
-        if call["training"] or mean is None:
-            return None
-        shape = tuple(mean.shape)
-    shape = map_arg(shape, env.__getitem__)  # sizes are fixed in a program
-    there = [from_env(call[name], env) for name in ("weight", "bias")]
-    dtype = next((tensor.dtype for tensor in there if tensor is not None), env[given].dtype)
-    plain = tuple(torch.full(shape, value, dtype=dtype, device=env[given].device) for value in (1.0, 0.0))
-
-    def compute(env: Env) -> Tensor:
-        weight, bias = (
-            other if call[name] is None else from_env(call[name], env)
-            for name, other in zip(("weight", "bias"), plain, strict=True)
-        )
-        if call.operation is LAYER_NORM:
-            return F.layer_norm(env[given], shape, weight, bias, call["eps"])
-        mean, variance = (from_env(call[name], env) for name in ("running_mean", "running_var"))
-        if env[given].dtype is torch.float32:
-            factor = weight / torch.sqrt(variance + call["eps"])
-            around = (1, -1, *(1,) * (env[given].ndim - 2))
-            return torch.addcmul((bias - mean * factor).view(around), env[given], factor.view(around))
-        return F.batch_norm(env[given], mean, variance, weight, bias, eps=call["eps"])
-
-    return compute
-
-
-def _rms_norm(call: Call, env: Env) -> Spelling | None:
-    """`x / sqrt(mean(x^2) + eps)`, without torch's power and mean, for which a product and a sum will do."""
-    given, shape, eps = call.input, map_arg(call["normalized_shape"], env.__getitem__), call["eps"]
-    axes, count = tuple(range(-len(shape), 0)), math.prod(shape)
-    if not isinstance(eps, float) or env[given].dtype not in TYPES or not count:
-        return None
-    least, one = (torch.full((1,) * env[given].ndim, number, device=env[given].device) for number in (eps, 1.0))
-
-    def compute(env: Env) -> Tensor:
-        value, x = env[given], env[given].float()
-        if value.dtype == torch.float32:
-            factors = (x * x).sum(axes, keepdim=True), one
-        else:  # this one reads the halves themselves; of float32 it makes a little more error, and gains little
-            factors = (torch.linalg.vector_norm(value, dim=axes, keepdim=True, dtype=torch.float32),) * 2
-        squares = torch.addcmul(least, *factors, value=1 / count)
-        weight = from_env(call["weight"], env)
-        normed = x * squares.rsqrt()
-        # looked at anew, for two factors, of which one has one element in each row, are the reference kernel's, and a
-        # factor is taken for the beginning of the product that reads it
-        normed = normed if weight is None else anew(normed) * weight
-        return anew(normed.to(value.dtype))
-
-    return compute
 
 
 def _masked_by_numbers(call: Call, env: Env) -> Spelling | None:

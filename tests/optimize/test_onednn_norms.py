@@ -1,0 +1,120 @@
+"""Norms in another spelling are the same norms."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_onednn_graph import Of, built
+from torch import Tensor, nn
+from torch.fx import Proxy, symbolic_trace
+from torch.nn import functional as F
+
+from regraft.optimize.engines.onednn_forms import Forms
+
+WEIGHT, BIAS = torch.randn(6).abs() + 0.5, torch.randn(6)
+
+
+def randomised(layer: nn.Module) -> nn.Module:
+    for tensor in (*layer.parameters(), *layer.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = torch.rand_like(tensor) + 0.5
+    return layer.eval()
+
+
+def norm(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """torch's function as one node, as `torch.compile` finds it."""
+    if isinstance(x, Proxy):
+        return x.tracer.create_proxy("call_function", F.instance_norm, (x, *args), kwargs)
+    return F.instance_norm(x, *args, **kwargs)
+
+
+class Asks(nn.Module):
+    """A layer whose weights are in the graph."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function, self.weight, self.bias = function, nn.Parameter(WEIGHT), nn.Parameter(BIAS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+
+
+NORMS: dict[str, nn.Module] = {
+    "of a class": nn.InstanceNorm2d(6),
+    "with weights": randomised(nn.InstanceNorm2d(6, eps=0.1, affine=True)),
+    "a function": Asks(lambda x, weight, bias: norm(x)),
+    "a function with weights": Asks(lambda x, weight, bias: norm(x, None, None, weight, bias, eps=0.2)),
+    "with a bias": Asks(lambda x, weight, bias: norm(x, bias=bias)),
+    "with a weight": Asks(lambda x, weight, bias: norm(x, weight=weight)),
+    "torch's": Asks(lambda x, w, b: torch.instance_norm(x, w, b, None, None, True, 0.1, 0.3, False)),
+    "ATen's": Asks(lambda x, w, b: torch.ops.aten.instance_norm.default(x, w, b, None, None, True, 0.1, 0.3, False)),
+}
+
+
+def exact(module: nn.Module, x: Tensor) -> Tensor:
+    return copy.deepcopy(module).double()(x.double())
+
+
+def calls(module: nn.Module, x: Tensor) -> set[str]:
+    """What the program of a module calls."""
+    forms = Forms(symbolic_trace(module), [x])
+    return {node.kind() for node in torch.jit.trace(forms, (x, *forms.beside), check_trace=False).inlined_graph.nodes()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", NORMS)
+def test_an_instance_norm_is_the_same(name: str, batch: int, layout: torch.memory_format, dtype: torch.dtype) -> None:
+    module = nn.Sequential(copy.deepcopy(NORMS[name])).to(dtype)
+    for mean in (0, 100):  # of which the mean of the squares would be wrong
+        x = (torch.randn(batch, 6, 9, 7) + mean).to(dtype, memory_format=layout)
+        (result,) = built(module, x)([x])
+        assert result.dtype == dtype
+        expected = exact(module, x)
+        error, own = ((given.double() - expected).abs().max() for given in (result, module(x)))
+        assert error <= 4 * own + 1e-6
+        assert own < 1e-3 or dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("module", "x"),
+    [
+        (nn.InstanceNorm1d(6), torch.randn(2, 6, 9)),
+        (nn.InstanceNorm3d(6), torch.randn(2, 6, 4, 5, 3)),
+        (Of(norm), torch.randn(2, 6, 9)),
+        (Of(norm), torch.randn(2, 6, 4, 5, 3)),
+    ],
+)
+def test_of_other_axes(module: nn.Module, x: Tensor) -> None:
+    module = nn.Sequential(module)
+    assert "aten::instance_norm" not in calls(module, x)
+    torch.testing.assert_close(built(module, x)([x])[0].double(), exact(module, x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("module", "x"),
+    [
+        (nn.InstanceNorm1d(6), torch.randn(6, 9)),
+        (nn.InstanceNorm2d(6), torch.randn(6, 9, 7)),  # which is no batch
+        (randomised(nn.InstanceNorm2d(6, track_running_stats=True)), torch.randn(2, 6, 9, 7)),
+        (nn.InstanceNorm2d(6), torch.randn(2, 6, 9, 7, dtype=torch.float64)),
+        (nn.InstanceNorm2d(6).bfloat16(), torch.randn(2, 6, 9, 7).bfloat16()),
+    ],
+)
+def test_others_are_left_to_torch(module: nn.Module, x: Tensor) -> None:
+    module = nn.Sequential(module)
+    assert "aten::instance_norm" in calls(module, x)
+    (result,) = Forms(symbolic_trace(module), [x])(x)
+    assert torch.equal(result, module(x))
+
+
+def test_of_a_single_image_of_halves_it_is_a_batch_norm() -> None:
+    x = torch.randn(1, 6, 9, 7).bfloat16()
+    found = calls(nn.Sequential(nn.InstanceNorm2d(6)).bfloat16(), x)
+    assert "aten::batch_norm" in found
+    assert "aten::instance_norm" not in found
