@@ -162,7 +162,7 @@ def test_one_by_channel_over_a_single_axis_is_over_the_pixels_of_a_row(
         assert seen[-1].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_others_over_a_single_axis_stay_as_they_are(spelled: list[bool]) -> None:
+def test_others_over_a_single_axis_have_no_other_spelling(spelled: list[bool]) -> None:
     x = torch.randn(2, 8, 40)
     run(lambda x: F.conv1d(x, torch.ones(8, 8, 3), padding=1), x)
     run(lambda x: F.conv1d(x, torch.ones(8, 4, 3), padding=1, groups=2), x)

@@ -262,7 +262,8 @@ def test_sums_of_sequences_have_their_features_last(function, rows: bool) -> Non
         assert found.stride() == wanted.stride()
 
 
-def test_layers_after_a_convolution_over_time_are_given_what_they_gave() -> None:
+@pytest.mark.parametrize(("images", "copied"), [(True, []), (False, ["getattr_1"])])
+def test_layers_after_a_convolution_over_time_are_given_what_they_gave(images: bool, copied: list[str]) -> None:
     """Each sum would otherwise lie as the convolution's result does, and what the layer gives would be transposed."""
 
     def residuals(x: Tensor) -> Tensor:
@@ -271,9 +272,9 @@ def test_layers_after_a_convolution_over_time_are_given_what_they_gave() -> None
             x = x + F.linear(x.tanh(), weight(8, 8), W8)
         return x
 
-    forms = Forms(symbolic_trace(Of(residuals)), [SOUND])
+    forms = Forms(symbolic_trace(Of(residuals)), [SOUND], images=images)
     copies = [each for node, larger in forms.larger.items() for each in larger if each not in forms.known.steady]
-    assert [node.name for node in copies] == ["getattr_1"]
+    assert [node.name for node in copies] == copied
 
 
 def test_an_image_that_steps_oddly() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -26,41 +28,102 @@ def convolution(call: Call, env: Env) -> Spelling | None:
         call: The convolution.
         env: The values of the nodes.
     """
-    given, weight, groups = call.input, from_env(call["weight"], env), call["groups"]
-    sizes = weight.shape[2:]
-    if getattr(call.module, "padding_mode", "zeros") != "zeros" or env[given].ndim != weight.ndim:
+    if env[call.input].ndim == 3 and _by_channel(call, env) and (row := row_convolution(call, env)) is not None:
+        return lambda env: row(env).squeeze(2)
+    geometry = _Geometry.of(call, env)
+    if geometry is None or not (geometry.differs or isinstance(call["padding"], str)):
         return None
-    ends = padded_ends(call["padding"], sizes, call["dilation"])
-    stride, dilation = (per_axis(call[name], len(sizes)) for name in ("stride", "dilation"))
-    seeing = [_seeing(*axis) for axis in zip(env[given].shape[2:], sizes, dilation, ends, strict=True)]
-    ends = tuple(
-        (start - kept.start * step, end - (size - kept.stop) * step)
-        for kept, size, step, (start, end) in zip(seeing, sizes, dilation, ends, strict=True)
-    )
-    by_channel = groups > 1 and groups == weight.shape[0] and weight.shape[1] == 1
-    before: list[Ends] = [(start, end) if start != end else (0, 0) for start, end in ends]
-    if by_channel and len(sizes) < 3 and before[-1] == (0, 0):
-        before[-1] = (padding_apart([end for _, end in ends], dilation),) * 2
-    around = [end for pair in reversed(before) for end in pair]
-    parts = any(kept != slice(0, size) for kept, size in zip(seeing, sizes, strict=True))
-    row = by_channel and len(sizes) == 1
-    if not any(around) and not parts and not row and not isinstance(call["padding"], str):
-        return None
-    padding = [end - put for (_, end), (_, put) in zip(ends, before, strict=True)]
-    function = getattr(F, f"conv{len(sizes)}d")
+    return lambda env: geometry.compute(call, env)
 
-    def compute(env: Env) -> Tensor:
-        weight, bias = (from_env(call[name], env) for name in ("weight", "bias"))
-        weight = weight[(..., *seeing)] if parts else weight
-        x = F.pad(env[given], around) if any(around) else env[given]
-        if row:
-            image = x.unsqueeze(2).contiguous(memory_format=torch.channels_last)
-            geometry = ((1, *stride), (0, *padding), (1, *dilation), groups)
-            return F.conv2d(image, weight.unsqueeze(2), bias, *geometry).squeeze(2)
-        result: Tensor = function(x, weight, bias, stride, padding, dilation, groups)
+
+def row_convolution(call: Call, env: Env) -> Spelling | None:
+    """A convolution over one axis as one over the pixels of a row: its image; None where it is over several.
+
+    Args:
+        call: The convolution.
+        env: The values of the nodes.
+    """
+    geometry = _Geometry.of(call, env)
+    return (lambda env: geometry.of_a_row(call, env)) if geometry is not None and len(geometry.stride) == 1 else None
+
+
+def as_row(x: Tensor) -> Tensor:
+    """(batch, channels, length) as an image of one row, (batch, channels, 1, length), with its channels last.
+
+    Args:
+        x: The tensor.
+    """
+    return x.unsqueeze(2).contiguous(memory_format=torch.channels_last)
+
+
+@dataclass(frozen=True)
+class _Geometry:
+    """What a convolution does along its axes.
+
+    Args:
+        seeing: The elements of its kernel that see anything.
+        around: What is put around its input before, as `F.pad` has it.
+        padding: What it pads itself.
+        stride: Its steps.
+        dilation: The steps between the elements of its kernel.
+        differs: Whether that is something else than the call says.
+    """
+
+    seeing: tuple[slice, ...]
+    around: list[int]
+    padding: list[int]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    differs: bool
+
+    @classmethod
+    def of(cls, call: Call, env: Env) -> _Geometry | None:
+        """That of a call; None for one that pads with something else than zeros, or is given no batch."""
+        given, weight = call.input, from_env(call["weight"], env)
+        sizes = weight.shape[2:]
+        if getattr(call.module, "padding_mode", "zeros") != "zeros" or env[given].ndim != weight.ndim:
+            return None
+        ends = padded_ends(call["padding"], sizes, call["dilation"])
+        stride, dilation = (per_axis(call[name], len(sizes)) for name in ("stride", "dilation"))
+        seeing = [_seeing(*axis) for axis in zip(env[given].shape[2:], sizes, dilation, ends, strict=True)]
+        ends = tuple(
+            (start - kept.start * step, end - (size - kept.stop) * step)
+            for kept, size, step, (start, end) in zip(seeing, sizes, dilation, ends, strict=True)
+        )
+        before: list[Ends] = [(start, end) if start != end else (0, 0) for start, end in ends]
+        if _by_channel(call, env) and len(sizes) < 3 and before[-1] == (0, 0):
+            before[-1] = (padding_apart([end for _, end in ends], dilation),) * 2
+        around = [end for pair in reversed(before) for end in pair]
+        parts = any(kept != slice(0, size) for kept, size in zip(seeing, sizes, strict=True))
+        padding = [end - put for (_, end), (_, put) in zip(ends, before, strict=True)]
+        return cls(tuple(seeing), around, padding, stride, dilation, parts or any(around))
+
+    def compute(self, call: Call, env: Env) -> Tensor:
+        """The convolution, from the values of the nodes."""
+        weight, bias = self._weights(call, env)
+        x = env[call.input]
+        function = getattr(F, f"conv{len(self.stride)}d")
+        geometry = (self.stride, self.padding, self.dilation, call["groups"])
+        result: Tensor = function(self._padded(x), weight, bias, *geometry)
         return result
 
-    return compute
+    def of_a_row(self, call: Call, env: Env) -> Tensor:
+        """The same of a row."""
+        weight, bias = self._weights(call, env)
+        geometry = ((1, *self.stride), (0, *self.padding), (1, *self.dilation), call["groups"])
+        return F.conv2d(self._padded(as_row(env[call.input])), weight.unsqueeze(2), bias, *geometry)
+
+    def _weights(self, call: Call, env: Env) -> tuple[Tensor, Tensor | None]:
+        weight, bias = (from_env(call[name], env) for name in ("weight", "bias"))
+        return weight[(..., *self.seeing)] if self.differs else weight, bias
+
+    def _padded(self, x: Tensor) -> Tensor:
+        return F.pad(x, self.around) if any(self.around) else x
+
+
+def _by_channel(call: Call, env: Env) -> bool:
+    weight, groups = from_env(call["weight"], env), call["groups"]
+    return bool(groups > 1 and groups == weight.shape[0] and weight.shape[1] == 1)
 
 
 def _seeing(pixels: int, size: int, step: int, ends: Ends) -> slice:

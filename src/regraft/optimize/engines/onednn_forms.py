@@ -15,7 +15,6 @@ from regraft.optimize.engines.onednn_fusions import called
 from regraft.optimize.engines.onednn_layouts import Images, anew, begins_oddly, begun_anew, dense
 from regraft.optimize.engines.onednn_values import BROADCASTING, Values, tensors
 from regraft.optimize.engines.written_attention import Mask, WrittenAttention
-from regraft.transformations._pixels import image_of, rows_of
 
 Attention = Literal["fused", "in float32", "in its own type"]
 """How attention is computed: by torch's fused call, or written out, in one type or the other."""
@@ -137,9 +136,9 @@ class _Run(Images):
             result = known.renewing[n](*args, **kwargs)
         else:
             result = super().run_node(n)
-        if n in known.by_pixels or n in known.inside:
+        if n in known.imaged:
             self._images[n] = result
-            result = rows_of(result, known.forms[n][0][:-1])
+            result = known.imaged[n].back(result, known.forms[n][0])
         result = result.clone() if n in known.rows else result
         return anew(result) if n in known.viewed else result
 
@@ -161,7 +160,7 @@ class _Run(Images):
         if argument in inside:
             return self._images[argument]
         value = self._given(n, argument)
-        return image_of(value) if isinstance(value, Tensor) and value.ndim else value
+        return self._known.imaged[n].image_of(value) if isinstance(value, Tensor) and value.ndim else value
 
     def _given(self, n: Node, argument: Node) -> Any:
         form = self._forms.larger.get(n, {}).get(argument)

@@ -39,12 +39,14 @@ class Images(Interpreter):
         out_of_place: What writes into its argument, and need not: see `out_of_place`.
         writes: Whether others do.
         same: The values that are the same in each call.
+        over_rows: The convolutions over one axis, whose channels lie last, too.
     """
 
     def __init__(self, gm: GraphModule, images: bool = True) -> None:
         super().__init__(gm)
         self._convolutions: dict[Node, Node] = {}
         self._resizing: dict[Node, Node] = {}
+        self.over_rows: set[Node] = set()
         self.out_of_place = out_of_place(gm)
         self.same = same_in_each_call(gm)
         self.writes = any(node not in self.out_of_place and node not in self.same for node in mutating_nodes(gm))
@@ -54,11 +56,12 @@ class Images(Interpreter):
                 {node: node.all_input_nodes[0] for node in gm.graph.nodes if called(node, gm) in names}
                 for names in (_CONVOLUTIONS, _RESIZING)
             )
+            self.over_rows = {node for node in gm.graph.nodes if called(node, gm) == "conv1d"}
 
     @property
     def images(self) -> int:
-        """How many convolutions are given such images."""
-        return len(self._convolutions)
+        """How many convolutions are given such images, or rows."""
+        return len(self._convolutions) + len(self.over_rows)
 
     def fetch_args_kwargs_from_env(self, n: Node) -> Any:
         """See `Interpreter.fetch_args_kwargs_from_env`."""
@@ -90,17 +93,22 @@ class Images(Interpreter):
         return image.is_contiguous(memory_format=torch.channels_last)
 
     def in_rows(self, n: Node, result: Tensor) -> Tensor:
-        """What a sum of sequences gives, with the features of a token side by side, as linear layers have them.
+        """What a convolution over time or a sum gives, with the features of a token side by side.
 
-        After a convolution over time, as in Whisper, they are not; nor would they be in any sum down to the last layer,
-        and what the layers give would be transposed for each.
+        So do linear layers have them. A sum lies as its first tensor does; in Whisper, whose convolutions have them
+        apart where images lie as they are, so would every sum down to the last layer, and what each layer gives would
+        be transposed for it.
 
         Args:
-            n: The sum.
+            n: The convolution, or the sum.
             result: Its result.
         """
-        apart = called(n, self.module) in _SUMS and result.ndim == 3 and order(result) != (0, 1, 2)
-        return result.contiguous() if apart and not self._bound else result
+        summed = called(n, self.module) in _SUMS
+        if result.ndim != 3 or self._bound or not (summed or n in self.over_rows):
+            return result
+        given = [self.env[each] for each in n.all_input_nodes] if summed and self.over_rows else []
+        last = any(isinstance(each, Tensor) and order(each) == (0, 2, 1) for each in given)
+        return result.mT.contiguous().mT if last or n in self.over_rows else result.contiguous()
 
 
 def is_view(node: Node) -> bool:

@@ -35,7 +35,7 @@ from regraft.optimize.engines.onednn_layouts import (
     steps_oddly,
 )
 from regraft.optimize.engines.onednn_moves import chains, moved_at_once
-from regraft.optimize.engines.onednn_pixels import PixelLayer
+from regraft.optimize.engines.onednn_pixels import Imaged, PixelLayer, RowConvolution
 from regraft.optimize.engines.onednn_rotation import Rotation
 from regraft.optimize.engines.onednn_spelling import respelled, without_places
 from regraft.optimize.engines.written_attention import Mask, WrittenAttention
@@ -72,8 +72,9 @@ class Values(Images):
         done: What has written into steady tensors, and gives nothing.
         results: The tensors among the results that are steady, and None for each of the others.
         respelled: The calls that are spelled otherwise, as functions of the values of the nodes.
-        by_pixels: The linear layers that are computed as convolutions.
-        inside: What goes into their kernels, with those arguments that are in the same kernel.
+        by_pixels: What gives an image in the place of a tensor: linear layers and convolutions over one axis.
+        inside: What goes into their kernels, with those arguments that are in the same kernel, and
+        imaged: for all of these, which kind of image it is.
         renewing: What is called where a node would write into its argument, and need not.
         attentions: The calls of fused attention that can be written out,
         attending: how many seconds they took in the sample, and
@@ -97,7 +98,8 @@ class Values(Images):
         self.done: set[Node] = set()
         self.results: list[Tensor | None] = []
         self.respelled: dict[Node, Callable[[Mapping[Node, Any]], Any]] = {}
-        self.by_pixels: dict[Node, PixelLayer] = {}
+        self.by_pixels: dict[Node, Imaged] = {}
+        self.imaged: dict[Node, Imaged] = {}
         self.inside: dict[Node, set[Node]] = {}
         self.renewing: dict[Node, Callable[..., Tensor]] = {}
         self.attentions: dict[Node, WrittenAttention] = {}
@@ -185,14 +187,16 @@ class Values(Images):
     def _note_pixels(self, n: Node, call: Call | None) -> None:
         if self.writes or n in self.steady:
             return
-        layer = PixelLayer.of(call, self.env, self.steady)
+        row = RowConvolution.of(call, self.env) if n in self.over_rows else None
+        layer = row or PixelLayer.of(call, self.env, self.steady)
         if layer is not None:
-            self.by_pixels[n] = layer
+            self.by_pixels[n] = self.imaged[n] = layer
         elif n not in self.by_torch and n not in self.respelled:
-            images = [a for a in n.all_input_nodes if a in self.by_pixels or a in self.inside]
-            images = [a for a in images if self.forms[a] == self.forms[n]]
+            images = [a for a in n.all_input_nodes if a in self.imaged and self.forms[a] == self.forms[n]]
+            images = [a for a in images if type(self.imaged[a]) is type(self.imaged[images[0]])]
             inside = {a for a in images if goes_inside(n, a, self.gm)}
             if inside:  # what else reads the image might find in it what this kernel has written there
+                self.imaged[n] = self.imaged[images[0]]
                 self.inside[n] = inside | {a for a in images if set(a.users) <= {n, *inside}}
 
     def _is_scaled(self, n: Node, result: Tensor) -> bool:
@@ -217,6 +221,7 @@ class Values(Images):
             self.by_torch.update(spelled)
             for node in spelled:
                 self.inside.pop(node, None)
+                self.imaged.pop(node, None)
             if turning.straight in spelled:
                 self.viewed.update((turning.straight, *turning.straight.all_input_nodes))
 
