@@ -73,6 +73,10 @@ FUSED: dict[str, tuple[Function, list[str]]] = {
     "rows of one each": (lambda x: F.relu(layer(x.reshape(12, 1, 10))), ["_convolution+relu"]),
     "read twice": (lambda x: (layer(x).exp() + x).sum(-1) + layer(x).mean(-1), ["_convolution"]),
     "after a norm": (lambda x: layer(F.layer_norm(x, [10], W10, W10)).relu(), ["layer_norm", "_convolution+relu"]),
+    "with a convolution over one axis": (
+        lambda x: F.conv1d(x, weight(1, 6, 3), None, 1, 1) + F.linear(x[:, :1], weight(10, 10)),
+        ["_convolution", "_convolution+add"],
+    ),
     "another size": (lambda x: layer(x)[None] + x.expand(3, 2, 6, 10), ["_convolution"]),
 }
 

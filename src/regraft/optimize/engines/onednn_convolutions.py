@@ -28,7 +28,7 @@ def convolution(call: Call, env: Env) -> Spelling | None:
         call: The convolution.
         env: The values of the nodes.
     """
-    if env[call.input].ndim == 3 and _by_channel(call, env) and (row := row_convolution(call, env)) is not None:
+    if _by_channel(call, env) and (row := row_convolution(call, env)) is not None:
         return lambda env: row(env).squeeze(2)
     geometry = _Geometry.of(call, env)
     if geometry is None or not (geometry.differs or isinstance(call["padding"], str)):
