@@ -101,6 +101,7 @@ def test_of_other_axes(module: nn.Module, x: Tensor) -> None:
     [
         (nn.InstanceNorm1d(6), torch.randn(6, 9)),
         (nn.InstanceNorm2d(6), torch.randn(6, 9, 7)),  # which is no batch
+        (Asks(lambda x, *_: torch.instance_norm(x, None, None, None, None, True, 0.1, 0.1, False)), torch.randn(3, 6)),
         (randomised(nn.InstanceNorm2d(6, track_running_stats=True)), torch.randn(2, 6, 9, 7)),
         (nn.InstanceNorm2d(6), torch.randn(2, 6, 9, 7, dtype=torch.float64)),
         (nn.InstanceNorm2d(6).bfloat16(), torch.randn(2, 6, 9, 7).bfloat16()),
