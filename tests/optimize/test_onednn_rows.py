@@ -164,3 +164,13 @@ def test_others_stay_as_they_are(function: Function) -> None:
         gm = symbolic_trace(Of(function))
         assert not Forms(gm, [x]).known.by_pixels
         torch.testing.assert_close(built(Of(function), x)([x])[0], Of(function)(x), rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_over_no_row_is_not_taken_to_lie_so() -> None:
+    model = nn.Sequential(nn.Conv1d(6, 6, 3, padding=1, padding_mode="circular"), nn.Tanh()).eval()
+    x = torch.randn(2, 6, 12)
+    with torch.no_grad():
+        forms = Forms(symbolic_trace(model), [x])
+        assert {axes for _, axes in forms.known.forms.values()} == {(0, 1, 2)}
+        assert forms(x)[0].is_contiguous()
+    assert forms.images == 0

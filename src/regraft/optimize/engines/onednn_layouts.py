@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 from regraft.core.mutation import mutating_nodes
 from regraft.core.strides import depends_on_strides
 from regraft.core.values import called_name
+from regraft.core.vocabulary import attribute
 from regraft.optimize.engines.onednn_fusions import called
 from regraft.optimize.engines.onednn_in_place import out_of_place
 from regraft.optimize.engines.onednn_same import same_in_each_call
@@ -56,7 +57,7 @@ class Images(Interpreter):
                 {node: node.all_input_nodes[0] for node in gm.graph.nodes if called(node, gm) in names}
                 for names in (_CONVOLUTIONS, _RESIZING)
             )
-            self.over_rows = {node for node in gm.graph.nodes if called(node, gm) == "conv1d"}
+            self.over_rows = {node for node in gm.graph.nodes if _is_over_a_row(node, gm)}
 
     @property
     def images(self) -> int:
@@ -134,6 +135,12 @@ def as_reshape(node: Node, env: Mapping[Node, Any]) -> Any:
 
 def _reads_strides(node: Node, gm: GraphModule) -> bool:
     return called_name(node) not in _VIEWS and any(depends_on_strides(node, each, gm) for each in node.all_input_nodes)
+
+
+def _is_over_a_row(node: Node, gm: GraphModule) -> bool:
+    """Whether it is a convolution over one axis, and none that pads with something else than zeros."""
+    layer = attribute(gm, str(node.target)) if node.op == "call_module" else None
+    return called(node, gm) == "conv1d" and getattr(layer, "padding_mode", "zeros") == "zeros"
 
 
 def order(tensor: Tensor) -> tuple[int, ...]:
