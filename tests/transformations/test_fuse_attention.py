@@ -161,6 +161,57 @@ def test_applied(name: str) -> None:
     assert not [n for n in gm.graph.nodes if "softmax" in n.name]
 
 
+SCALED_KEYS: dict[str, tuple[float, Callable[..., Any]]] = {
+    "before it is transposed": (0.3, lambda m, q, k, v: attend(scores(q, k * 0.3), v)),
+    "after": (0.3, lambda m, q, k, v: attend(q @ (0.3 * k.mT), v)),
+    "both": (1.5, lambda m, q, k, v: attend(q @ (k / 2).mT.mul(3), v)),
+    "and the query": (0.1, lambda m, q, k, v: attend((q / 5) @ (k / 2).mT, v)),
+    "and the scores": (6.0, lambda m, q, k, v: attend(scores(q, k * 3) * 2 + m.mask, v)),
+    "by a number in a buffer": (0.3, lambda m, q, k, v: attend(scores(q, k * m.scale), v)),
+    "as it came": (0.3, lambda m, q, k, v: attend(q @ (k.mT.contiguous() * 0.3), v)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SCALED_KEYS)
+def test_a_scale_of_the_key_joins_that_of_the_scores(name: str, dtype: torch.dtype) -> None:
+    scale, function = SCALED_KEYS[name]
+    gm = check_applied(
+        rg.FuseAttention(), model_of(function).to(dtype), (Q.to(dtype), K.to(dtype), V.to(dtype)), "trace"
+    )
+    attention = next(node for node in gm.graph.nodes if node.target is F.scaled_dot_product_attention)
+    assert attention.kwargs["scale"] == pytest.approx(
+        scale, rel=1e-6 if dtype is torch.float32 else 4e-3
+    )  # a buffer is rounded
+    names = {node.name.partition("_")[0] for node in gm.graph.nodes}
+    assert names.isdisjoint({"mul", "truediv", "div"})
+
+
+KEYS_THAT_STAY: dict[str, Callable[..., Any]] = {
+    "by a tensor": lambda m, q, k, v: attend(scores(q, k * m.factors), v),
+    "read elsewhere": lambda m, q, k, v: (lambda scaled: attend(scores(q, scaled), scaled))(k * 0.3),
+    "transposed elsewhere": lambda m, q, k, v: (lambda key: attend(q @ key, v).sum() + key)((k * 0.3).mT),
+}
+
+
+@pytest.mark.parametrize("name", KEYS_THAT_STAY)
+def test_other_scales_of_the_key_stay(name: str) -> None:
+    gm = check_applied(rg.FuseAttention(), model_of(KEYS_THAT_STAY[name]), (Q, K, V), "trace")
+    assert [node for node in gm.graph.nodes if node.name.startswith("mul")]
+
+
+def test_a_key_that_is_changed_after_it_was_scaled_is_refused() -> None:
+    """The fused call would read it as it is then."""
+
+    def function(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        key = k + 1
+        scaled = key * 0.3
+        key.add_(1)
+        return attend(scores(q, scaled), v)
+
+    check_refused(rg.FuseAttention(), model_of(function), (Q, K, V), "trace", "changes")
+
+
 @pytest.mark.parametrize("name", ["plain", "upcast", "added mask", "filled", "grouped", "finite mask"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_precisions(name: str, dtype: torch.dtype) -> None:

@@ -213,10 +213,12 @@ AXES: dict[str, tuple[tuple[int, ...], Callable[..., Any]]] = {
     ),
     "five, a mask for all": ((B, 3, H, L, D), lambda m, q, k, v: fused(q, k, v, HIDDEN[0].float())),
     "five, a mask for each head": ((B, 3, H, L, D), lambda m, q, k, v: fused(q, k, v, HIDDEN)),
+    "five, a mask of four": ((B, 3, H, L, D), lambda m, q, k, v: fused(q, k, v, HIDDEN[None])),
     "five, in groups": ((B, 3, H, L, D), lambda m, q, k, v: fused(q, k[:, :, :G], v[:, :, :G], enable_gqa=True)),
     "five, other lengths": ((B, 3, H, L, D), lambda m, q, k, v: fused(q[..., :3, :], k, v[..., :2])),
     "five, seen as another": ((B, 3, H, L, D), lambda m, q, k, v: fused(q, k, v).view(B, 3, H, -1)),
     "five, turned": ((B, L, 3, H, D), lambda m, q, k, v: fused(*(x.permute(0, 2, 3, 1, 4) for x in (q, k, v)))),
+    "six, a mask of four": ((B, 3, 2, H, L, D), lambda m, q, k, v: fused(q, k, v, HIDDEN[None].float(), scale=0.2)),
     "six": ((B, 3, 2, H, L, D), lambda m, q, k, v: fused(q, k, v)),
 }
 
@@ -226,7 +228,7 @@ AXES: dict[str, tuple[tuple[int, ...], Callable[..., Any]]] = {
 def test_a_fused_call_gets_the_four_axes_that_have_a_fast_kernel(name: str, dtype: torch.dtype) -> None:
     sizes, function = AXES[name]
     inputs = tuple(torch.randn(sizes, dtype=dtype) for _ in range(3))
-    if name == "five, a mask for all" and dtype is not torch.float32:
+    if name in ("five, a mask for all", "six, a mask of four") and dtype is not torch.float32:
         return  # a mask that is added has the type of the query
     gm = check_applied(rg.FuseAttention(), Three(function).to(dtype), inputs, "trace")
     assert [operand.meta["val"].ndim for operand in call_of(gm).args[:3]] == [4, 4, 4]
@@ -250,6 +252,7 @@ OTHER_AXES: dict[str, tuple[tuple[int, ...], Callable[..., Any]]] = {
     "four": ((B, H, L, D), lambda m, q, k, v: fused(q, k, v)),
     "a mask of five": ((B, 3, H, L, D), lambda m, q, k, v: fused(q, k, v, HIDDEN.expand(B, 1, H, L, L))),
     "a mask of four": ((H, L, D), lambda m, q, k, v: fused(q, k, v, HIDDEN[None])),
+    "a mask of four of its own": ((B, 3, H, L, D), lambda m, q, k, v: fused(q, k, v, HIDDEN.expand(3, H, L, L))),
     "one key for all": ((B, 3, H, L, D), lambda m, q, k, v: fused(q, k[:1], v[:1])),
     "one value for all": ((B, 3, H, L, D), lambda m, q, k, v: fused(q, k, v[:, :, :1])),
     "one head for all": ((H, L, D), lambda m, q, k, v: fused(q, k[:1], v)),

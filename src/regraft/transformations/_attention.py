@@ -210,16 +210,31 @@ def constant(value: Any, facts: Facts) -> float | None:
     return None
 
 
-def unscaled(query: Node, scale: float, match: TreeMatch, facts: Facts) -> tuple[Node, float, list[Node]]:
-    """The query without a scale of its own, which joins that of the scores."""
-    call = read(query, match.owner)
-    if call is None or call.operation not in (MULTIPLY, DIVIDE) or len(query.users) > 1:
-        return query, scale, []
+def unscaled(value: Node, scale: float, match: TreeMatch, facts: Facts) -> tuple[Node, float, list[Node]]:
+    """A query or a key without a scale of its own, which joins that of the scores."""
+    call = read(value, match.owner)
+    if call is None or call.operation not in (MULTIPLY, DIVIDE) or len(value.users) > 1:
+        return value, scale, []
     operands = [constant(call[name], facts) for name in ("input", "other")]
     if operands == [None, None] or (call.operation is DIVIDE and not operands[1]):
-        return query, scale, []
+        return value, scale, []
     inner, factor = scaled(call, facts)
-    return inner, scale * factor, [query]
+    return inner, scale * factor, [value]
+
+
+def straightened(
+    key: Node, scale: float, match: TreeMatch, facts: Facts
+) -> tuple[Node, Node | None, float, list[Node]]:
+    """A key without a scale of its own, as it is and as it was before its transposition; and what led to it."""
+    key, scale, above = unscaled(key, scale, match, facts)
+    call = read(key, match.owner)
+    straight = untransposed(call) if call is not None else None
+    if straight is None:
+        return key, None, scale, above
+    if len(key.users) > 1:
+        return key, straight, scale, [*above, key]
+    straight, scale, more = unscaled(straight, scale, match, facts)
+    return key, straight, scale, [*more, key, *above]
 
 
 def untransposed(call: Call) -> Node | None:

@@ -263,7 +263,8 @@ def batches_of(query: Tensor, mask: Any) -> tuple[int, ...]:
     known: list[Any] = list(query.shape[:-3])
     sizes = [size if isinstance(size, int) else -1 for size in known]
     masked = value_of(mask)
-    plain = mask is None or (masked is not None and masked.ndim < 4)
+    each = None if masked is None else masked.shape[:-3]  # none, or one for all batches, whose axes become one
+    plain = mask is None or (each is not None and (not each or (query.ndim > 4 and same_shape(each, (1,)))))
     return tuple(sizes) if plain and sizes.count(-1) < 2 else (-1,)
 
 

@@ -12,7 +12,7 @@ from regraft.core.rewrite import Rewrite
 from regraft.core.tree import Op, Through, Tree, TreeMatch, Value
 from regraft.core.values import value_of
 from regraft.core.vocabulary import CAST, DROPOUT, MATMUL, MULTIPLY, RESHAPE, SOFTMAX, Call, read
-from regraft.transformations._attention import along_last, fits, precise, read_scores, unscaled, untransposed
+from regraft.transformations._attention import along_last, fits, precise, read_scores, straightened, unscaled
 from regraft.transformations._attention_calls import (
     Attentions,
     batches_of,
@@ -66,9 +66,10 @@ class FuseAttention(Rewrite):
             return fuse_merged(match, edit, facts)
         scores = read_scores(match.values["scores"], match.owner, facts)
         inner = sorted({*match.inner, *scores.nodes})
-        key, value, masks = scores.product["other"], match.values["value"], [mask.node for mask in scores.masks]
+        value, masks = match.values["value"], [mask.node for mask in scores.masks]
         read_too = [*masks, *(factor.node for factor in scores.factors)]
         query, scale, above = unscaled(scores.product["input"], scores.scale, match, facts)
+        key, straight, scale, below = straightened(scores.product["other"], scale, match, facts)
         shapes = tuple(value_of(node) for node in (query, key, value))
         q, k, v = shapes
         require(that(None not in shapes, f"the shapes around {result.name!r} are not known; capture with rg.trace"))
@@ -83,11 +84,10 @@ class FuseAttention(Rewrite):
             fits(q, k, v, scores, softmax),
             maskable(scores.masks, q, facts),
             facts.unchanged(query, min([*inner, *above]), result),
+            facts.unchanged(straight or key, min([*inner, *below]), result),
             *(facts.unchanged(node, min(inner), result) for node in (key, value, *read_too)),
         )
 
-        transposed = read(key, match.owner)
-        straight = untransposed(transposed) if transposed is not None else None
         whole = [straight or key, value]
         pair = grouped(whole[0], value, match.owner)
         if pair is not None and repeats_in_vain(query, pair, whole, result, facts) is not None:
@@ -102,7 +102,7 @@ class FuseAttention(Rewrite):
         keywords = {name: one for name, one in given.items() if one is not None}
         ordered = facts.strides_free(result, v.shape[-1]) is not None
         put(edit, result, operands, keywords, batches_of(q, mask), lost, ordered)
-        edit.erase_unread({*inner, *above, *([key] if straight is not None else [])})
+        edit.erase_unread({*inner, *above, *below})
         for left in (*(whole if pair else ()), *(masks if causal else ())):
             drop(left, edit)
         what = ", causal" if causal else f", masks: {len(masks)}" if masks else ""
