@@ -119,3 +119,28 @@ def test_of_a_single_image_of_halves_it_is_a_batch_norm() -> None:
     found = calls(nn.Sequential(nn.InstanceNorm2d(6)).bfloat16(), x)
     assert "aten::batch_norm" in found
     assert "aten::instance_norm" not in found
+
+
+LAYER_NORMS: dict[str, nn.Module] = {
+    "with weights": randomised(nn.LayerNorm(6, eps=0.01)),
+    "with a weight": randomised(nn.LayerNorm(6, bias=False)),
+    "bare": nn.LayerNorm(6, elementwise_affine=False),
+    "a function": Asks(lambda x, weight, bias: F.layer_norm(x, (6,), weight, bias)),
+    "a function with a bias": Asks(lambda x, weight, bias: F.layer_norm(x, (6,), bias=bias)),
+}
+
+
+@pytest.mark.parametrize("name", LAYER_NORMS)
+def test_a_layer_norm_of_halves_has_weights_in_float32(name: str) -> None:
+    """With which oneDNN Graph compiles it; with weights in halves it does not."""
+    module, x = copy.deepcopy(LAYER_NORMS[name]).bfloat16(), (5 * torch.randn(3, 4, 6) + 2).bfloat16()
+    forms = Forms(symbolic_trace(module), [x])
+    program = torch.jit.freeze(torch.jit.trace(forms.eval(), (x, *forms.beside), check_trace=False))
+    (node,) = program.graph.findAllNodes("aten::layer_norm")
+    weight, bias = list(node.inputs())[2:4]
+    assert (weight.toIValue().dtype, bias.toIValue().dtype) == (torch.float32,) * 2
+    (result,) = built(module, x)([-x])
+    expected = exact(module, -x)
+    error, own = ((given.double() - expected).abs().max() for given in (result, module(-x)))
+    assert result.dtype is torch.bfloat16
+    assert error <= 1.5 * own

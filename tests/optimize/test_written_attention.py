@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import symbolic_trace
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from regraft.core.errors import NotCovered
 from regraft.optimize.engines import onednn_graph, onednn_values, written_attention
@@ -139,6 +140,39 @@ def test_small_heads_are_computed_at_once(small: int) -> None:
     groups = str(torch.jit.last_executed_optimized_graph()).split("with prim::oneDNNFusionGroup")[1:]
     products = [group.count("aten::matmul") for group in groups]
     assert max(products) == (1 if small else 2)
+
+
+class Softmaxes(TorchDispatchMode):
+    """Notes of which type the scores are that torch gives to its softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._softmax.default:
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("keys", [2, 15, 16, 31, 32, 47, 48, 49, 63])
+@pytest.mark.parametrize("many", [0, 4 * 5 * 15, 1 << 16])
+@torch.no_grad()
+def test_of_halves_the_end_of_a_row_is_not_left_to_the_softmax(
+    keys: int, many: int, small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch takes twice as long for rows of 49 in bfloat16 as for all of them in float32."""
+    monkeypatch.setattr(written_attention, "_MANY", many)
+    module, given = Attention(torch.bfloat16), [torch.randn(BATCH, rows, 9).bfloat16() for rows in (ROWS, keys)]
+    forms = Forms(graph(module), given)
+    forms.attention = "in its own type"
+    with Softmaxes() as softmaxes:
+        (found,) = forms.complete(forms(*given, *forms.beside))
+    raised = small and keys % 32 >= 16 and BATCH * HEADS * ROWS * keys >= many
+    assert softmaxes.dtypes == [torch.float32 if raised else torch.bfloat16]
+    monkeypatch.setattr(written_attention, "_MANY", 1 << 30)
+    (expected,) = forms.complete(forms(*given, *forms.beside))
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-9)
 
 
 @pytest.mark.parametrize("kind", MASKS)

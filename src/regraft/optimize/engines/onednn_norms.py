@@ -21,11 +21,13 @@ _AXES: dict[type[nn.Module], int] = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4,
 def _norm(call: Call, env: Env) -> Spelling | None:
     """A norm with a weight and a bias: one that lacks either cannot be compiled.
 
-    A batch norm in float32 is a product and a sum, as torch computes it, in half the time or less.
+    A layer norm of halves has these in float32: with weights in halves it is left to torch, which takes up to twice as
+    long. A batch norm in float32 is a product and a sum, as torch computes it, in half the time or less.
     """
     given, shape = call.input, call["normalized_shape"]
     bare = call["weight"] is None or call["bias"] is None
-    if not bare and (call.operation is LAYER_NORM or env[given].dtype is not torch.float32):
+    halves = call.operation is LAYER_NORM and env[given].dtype is torch.bfloat16
+    if not bare and not halves and (call.operation is LAYER_NORM or env[given].dtype is not torch.float32):
         return None
     if call.operation is BATCH_NORM:
         mean = from_env(call["running_mean"], env)
@@ -43,6 +45,7 @@ def _norm(call: Call, env: Env) -> Spelling | None:
             for name, other in zip(("weight", "bias"), plain, strict=True)
         )
         if call.operation is LAYER_NORM:
+            weight, bias = (weight.float(), bias.float()) if halves else (weight, bias)
             return F.layer_norm(env[given], shape, weight, bias, call["eps"])
         mean, variance = (from_env(call[name], env) for name in ("running_mean", "running_var"))
         if env[given].dtype is torch.float32:

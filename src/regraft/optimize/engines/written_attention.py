@@ -29,6 +29,10 @@ _LARGEST = 4
 """More than so many times `_AT_ONCE` scores take too much memory, in a part or, as a mask is whole, in all of them."""
 _SMALL = 64 * 64
 """So few scores has a head that takes less time together with all others."""
+_LANES = 32
+"""So many halves torch computes at once; what is left at the end of a row takes far longer, if it is half of that."""
+_MANY = 1 << 16
+"""Of fewer scores two calls more take as long as that."""
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -185,13 +189,20 @@ class WrittenAttention:
         for part, (batch, rows) in enumerate(self.parts):
             scores = torch.matmul(query[batch, :, rows], key[batch].transpose(2, 3)) * scale
             scores = scores if mask is None else scores + mask.added[part]
-            weights = anew(anew(scores).softmax(-1)) if self.small else scores.softmax(-1)
+            weights = anew(self._softmax(anew(scores))) if self.small else scores.softmax(-1)
             results.setdefault(batch.start, []).append(torch.matmul(weights, value[batch]))
         result = _joined([_joined(of_batch, 2) for of_batch in results.values()], 0)
         if mask is not None and mask.blind is not None:
             blind = mask.blind.expand(result.shape).clone(memory_format=torch.contiguous_format)
             result = result.masked_fill(blind, 0.0)
         return result.to(self.dtype).transpose(1, 2).contiguous().transpose(1, 2)
+
+    def _softmax(self, scores: Tensor) -> Tensor:
+        """By torch, which computes in float32, and takes less time for halves in rows of 49 if it is given that."""
+        rest = self.sizes[3] % _LANES
+        if scores.dtype == torch.float32 or rest < _LANES // 2 or scores.numel() < _MANY:
+            return scores.softmax(-1)
+        return scores.float().softmax(-1).to(scores.dtype)
 
 
 def _slices(length: int, number: int) -> list[slice]:
