@@ -82,6 +82,14 @@ class Images(Interpreter):
             return value.flatten(1).contiguous().view(value.shape)
         return value.contiguous(memory_format=torch.channels_last)
 
+    def is_convolved(self, n: Node) -> bool:
+        """Whether a convolution reads it, and is given images with their channels last.
+
+        Args:
+            n: The node.
+        """
+        return any(self._convolutions.get(user) is n for user in n.users)
+
     def run_node(self, n: Node) -> Any:
         """See `Interpreter.run_node`."""
         return self.env[n.all_input_nodes[0]] if self._only_lays(n) else super().run_node(n)

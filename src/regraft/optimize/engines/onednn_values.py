@@ -34,7 +34,7 @@ from regraft.optimize.engines.onednn_layouts import (
     order,
     steps_oddly,
 )
-from regraft.optimize.engines.onednn_moves import chains, moved_at_once
+from regraft.optimize.engines.onednn_moves import Move, chains
 from regraft.optimize.engines.onednn_pixels import Imaged, PixelLayer, RowConvolution
 from regraft.optimize.engines.onednn_rotation import Rotation
 from regraft.optimize.engines.onednn_spelling import respelled, without_places
@@ -126,7 +126,7 @@ class Values(Images):
         if asked and n not in self.same:
             raise ValueError(f"{n.name}: {asked} makes numbers or sizes of what a tensor holds, as in the sample")
         if isinstance(result, Tensor):
-            result = self.in_rows(n, result)
+            result = self._moved(n, self.in_rows(n, result))
             self._note(n, result)
         elif n in self.same and isinstance(result, (int, float)):
             self.numbers[n] = result
@@ -178,7 +178,6 @@ class Values(Images):
             if name == "masked_fill":  # it is what it is given
                 self.by_torch.add(n)
         self.respelled |= of_columns_read(n, self.gm, self.steady)
-        self._note_moves(n)
         self._note_rotation(n, result)
         self._note_pixels(n, call)
         if call is not None and call.operation is ATTENTION:
@@ -225,13 +224,23 @@ class Values(Images):
             if turning.straight in spelled:
                 self.viewed.update((turning.straight, *turning.straight.all_input_nodes))
 
-    def _note_moves(self, n: Node) -> None:
-        chain = list(self._chains.get(n, ()))
-        while chain and not self._is_dense(chain[-1]):
-            chain.pop()
-        if chain and self._is_dense(chain[0].all_input_nodes[0]):
-            size, _ = self.forms[chain[0].all_input_nodes[0]]
-            self.respelled |= moved_at_once(chain, self.gm, size, self.numbers)
+    def _moved(self, n: Node, result: Tensor) -> Tensor:
+        """The result, as one copy leaves it that does what several do: of an image that is convolved, channels last."""
+        chain, plain = list(self._chains.get(n, ())), tuple(range(result.ndim))
+        layouts = [plain, (0, 2, 3, 1)] if self.is_convolved(n) and result.ndim == 4 else [plain]
+        if lies_oddly(result) or order(result) != plain:  # views come last
+            chain = chain[:-1]
+            while chain and not self._is_dense(chain[-1]):
+                del chain[-1]
+            layouts = [tuple(range(len(self.forms[each][0]))) for each in chain[-1:]]
+        given = chain[0].all_input_nodes[0] if chain else None
+        if given not in self.forms or given in self.odd:
+            return result
+        move = Move.of(chain, self.gm, self.forms[given], self.numbers, layouts)
+        if move is None:
+            return result
+        self.respelled |= move.spelled
+        return result if move.laid == layouts[0] else result.contiguous(memory_format=torch.channels_last)
 
     def _is_dense(self, n: Node) -> bool:
         return n not in self.odd and self.forms[n][1] == tuple(range(len(self.forms[n][0])))
