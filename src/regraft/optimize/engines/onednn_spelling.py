@@ -15,10 +15,11 @@ from torch.fx.node import map_arg
 from torch.nn import functional as F
 
 from regraft.core.values import called_name
-from regraft.core.vocabulary import ATTENTION, CONV, GELU, Call
+from regraft.core.vocabulary import ATTENTION, CONV, GELU, MATMUL, Call
 from regraft.optimize.engines.onednn_convolutions import convolution
 from regraft.optimize.engines.onednn_layouts import anew, dense, lies_oddly, order
 from regraft.optimize.engines.onednn_norms import NORMS
+from regraft.optimize.engines.onednn_products import product
 from regraft.optimize.engines.onednn_single import TYPES, Env, Spelling, from_env, of_single_pixels
 
 JOINING = {"cat", "concat", "concatenate"}
@@ -44,6 +45,8 @@ def respelled(node: Node, name: str, call: Call | None, result: Tensor, env: Env
         return NORMS[call.operation](call, env)
     if call is not None and call.operation is ATTENTION:
         return _masked_by_numbers(call, env)
+    if call is not None and call.operation is MATMUL:
+        return product(call, env)
     single = of_single_pixels(node, name, call, result, env)
     if single is not None:
         return single
