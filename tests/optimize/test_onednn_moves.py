@@ -81,6 +81,7 @@ OTHERS: dict[str, Function] = {
     "channels before pixels": lambda x: x.transpose(1, -1).contiguous().roll(1, 2) + 0,
     "nothing": lambda x: x[:0].roll(1, 1) + 0,
     "one copy": lambda x: x.view(2, 2, 4, 3, 4, 20).permute(0, 1, 3, 2, 4, 5).reshape(-1, 16, 20) * 2,
+    "one copy, which is seen otherwise": lambda x: windows(x).reshape(-1, 20).flatten() * 2,
     "windows with their channels first": lambda x: windows(x).mT.reshape(6, -1).view(12, 20, 16) * 2,
     "written to": lambda x: x.clone().roll(1, 1).add_(x.tanh_()),
 }
@@ -172,3 +173,12 @@ def test_what_no_convolution_reads_keeps_its_order() -> None:
     module = Of(lambda x: channels_first(x) * 2, nn.Conv2d(20, 4, 1))
     forms = Forms(symbolic_trace(module), [weight(2, 16, 6, 20)])
     assert not any(node.name.startswith("reshape") for node in forms.known.respelled)
+
+
+def test_an_image_that_is_no_batch_keeps_its_order() -> None:
+    def of_windows(x: Tensor) -> Tensor:
+        return x.reshape(4, 4, 2, 3, 20).permute(4, 0, 2, 1, 3).reshape(20, 8, 12)
+
+    module, x = Convolved(of_windows), weight(16, 6, 20)
+    assert not Forms(symbolic_trace(module), [x]).known.respelled
+    torch.testing.assert_close(built(module, x)([-x])[0], module(-x))

@@ -83,6 +83,7 @@ OTHERS: dict[str, Function] = {
     "a single column": lambda x: torch.bmm(x, second(x)[..., :1]),
     "a single product": lambda x: torch.bmm(x[..., :1], second(x)[:, :1]),
     "one matrix for all": lambda x: torch.matmul(x, SECOND[:1].to(x.dtype)),
+    "a matrix, as long as the batch": lambda x: x[..., :BATCH] @ SECOND[0, :BATCH].to(x.dtype),
     "two axes": lambda x: x[0] @ SECOND[0].to(x.dtype),
     "four axes": lambda x: x[None] @ second(x)[None],
     "in float64": lambda x: torch.bmm(x.double(), second(x.double())),
@@ -104,7 +105,7 @@ def test_small_ones_are_left_to_torch(small: int, few: int, stays: bool, monkeyp
     x = torch.randn(BATCH, ROWS, INNER)
     of_keys = Forms(symbolic_trace(Of(lambda x: torch.bmm(x, keys(x).mT))), [x])
     assert (not of_keys.known.respelled) == stays
-    for plain in (Forms(symbolic_trace(Of(lambda x: torch.bmm(x, second(x)))), [x]),):
-        assert (not plain.known.respelled) == (stays and few == 0)
+    plain = Forms(symbolic_trace(Of(lambda x: torch.bmm(x, second(x)))), [x])
+    assert (not plain.known.respelled) == (stays and few == 0)
     halves = Forms(symbolic_trace(Of(lambda x: torch.bmm(x, keys(x).mT))), [x.bfloat16()])
     assert (not halves.known.respelled) == (stays and few == 0)

@@ -231,8 +231,6 @@ def straightened(
     straight = untransposed(call) if call is not None else None
     if straight is None:
         return key, None, scale, above
-    if len(key.users) > 1:
-        return key, straight, scale, [*above, key]
     straight, scale, more = unscaled(straight, scale, match, facts)
     return key, straight, scale, [*more, key, *above]
 

@@ -25,14 +25,15 @@ def product(call: Call, env: Env) -> Spelling | None:
         call: The product.
         env: The values of the nodes.
     """
-    first, second = env[call.input], env[call["other"]]
+    first: Tensor = env[call.input]
+    second: Tensor = env[call["other"]]
     if first.ndim != 3 or second.ndim != 3 or len(first) != len(second) or first.dtype not in TYPES:
         return None
-    rows, inner, columns = *first.shape[1:], second.shape[2]
+    (rows, inner), columns = first.shape[1:], second.shape[2]
     few = first.dtype == torch.float32 and second.stride(2) != 1 and rows * columns < _FEW
     if min(rows, inner, columns) < 2 or first.numel() * columns < _SMALL or few:
         return None  # of single rows it has gone wrong
-    if len(call.node.users) == 1 and goes_inside(next(iter(call.node.users)), call.node, call.owner):
+    if any(goes_inside(user, call.node, call.owner) for user in call.node.users):
         return lambda env: torch.bmm(env[call.input], env[call["other"]])
     return lambda env: torch.matmul(_batch(env[call.input]), _batch(env[call["other"]])).squeeze(0)
 

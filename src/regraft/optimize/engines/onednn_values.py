@@ -228,7 +228,7 @@ class Values(Images):
         """The result, as one copy leaves it that does what several do: of an image that is convolved, channels last."""
         chain, plain = list(self._chains.get(n, ())), tuple(range(result.ndim))
         layouts = [plain, (0, 2, 3, 1)] if self.is_convolved(n) and result.ndim == 4 else [plain]
-        if lies_oddly(result) or order(result) != plain:  # views come last
+        if order(result) != plain:  # views come last
             chain = chain[:-1]
             while chain and not self._is_dense(chain[-1]):
                 del chain[-1]
