@@ -34,10 +34,10 @@ class FuseAttention(Rewrite):
 
     `softmax(c Q K^T + M) V = attention(Q, K, V, mask=M, scale=c)` (Vaswani et al. 2017, arXiv:1706.03762): with exactly
     the scale and the masks of the model, added or filled in, and NaN in the rows where the model has NaN because every
-    key is hidden. Refused where the weights are read elsewhere, and what the fused call computes less precisely. A
-    scale that is a tensor, one element for each head, multiplies the query, but not in half precision; a mask that was
-    added to a view of the scores, as for the windows of Swin V2, gets their axes; and of more than four axes the first
-    become one, without which torch has no fast kernel.
+    key is hidden. Refused where the weights are read elsewhere, and what the fused call computes less precisely. The
+    scales of the query and the key join that of the scores. A scale that is a tensor, one element for each head,
+    multiplies the query, but not in half precision; a mask that was added to a view of the scores, as for the windows
+    of Swin V2, gets their axes; and of more than four axes the first become one, without which torch has no fast kernel.
 
     Keys and values that are repeated for groups of queries (Ainslie et al. 2023, arXiv:2305.13245) are given to the
     call as they were before, on the CPU; and a mask that is known to hide the later positions alone is not made at all.
