@@ -37,7 +37,7 @@ class FuseAttention(Rewrite):
     key is hidden. Refused where the weights are read elsewhere, and what the fused call computes less precisely. The
     scales of the query and the key join that of the scores. A scale that is a tensor, one element for each head,
     multiplies the query, but not in half precision; a mask that was added to a view of the scores, as for the windows
-    of Swin V2, gets their axes; and of more than four axes the first become one, without which torch has no fast kernel.
+    of Swin V2, gets their axes; and of more than four axes the first become one: torch has no fast kernel for those.
 
     Keys and values that are repeated for groups of queries (Ainslie et al. 2023, arXiv:2305.13245) are given to the
     call as they were before, on the CPU; and a mask that is known to hide the later positions alone is not made at all.
