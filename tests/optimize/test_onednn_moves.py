@@ -12,6 +12,7 @@ from test_onednn_graph import Of, built, result_of, weight
 from torch import Tensor, nn
 from torch.fx import symbolic_trace
 
+from regraft.optimize.engines import onednn_moves
 from regraft.optimize.engines.onednn_forms import Forms
 
 Function = Callable[[Tensor], Tensor]
@@ -182,3 +183,29 @@ def test_an_image_that_is_no_batch_keeps_its_order() -> None:
     module, x = Convolved(of_windows), weight(16, 6, 20)
     assert not Forms(symbolic_trace(module), [x]).known.respelled
     torch.testing.assert_close(built(module, x)([-x])[0], module(-x))
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_what_is_too_large_is_left_to_torch(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To find out which element goes where takes memory for each."""
+    monkeypatch.setattr(onednn_moves, "_LARGEST", X.numel() - more)
+    forms = Forms(symbolic_trace(Of(lambda x: x.roll(1, 1) + 0)), [X])
+    assert (not forms.known.respelled) == bool(more)
+
+
+class Table(nn.Module):
+    """Adds a weight that is rolled and cut into windows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(X.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + windows(self.weight.roll(1, 1))
+
+
+def test_a_weight_is_not_moved_in_each_call() -> None:
+    gm, x = symbolic_trace(Table()), windows(X)
+    assert any(node.name == "roll" for node in gm.graph.nodes)
+    assert not Forms(gm, [x]).known.respelled
+    torch.testing.assert_close(built(Table(), x)([-x])[0], Table()(-x))

@@ -23,6 +23,8 @@ _COPYING = {"reshape", "flatten", "contiguous", "clone"}
 _LAYING = {"view", "unflatten", "permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", *_COPYING}
 _NARROW = 16
 """Rows of fewer elements may take longer one by one than they do in a roll."""
+_LARGEST = 1 << 25
+"""Of more elements it is not asked which goes where, which takes 16 bytes for each."""
 
 
 def chains(gm: GraphModule) -> dict[Node, list[Node]]:
@@ -85,7 +87,7 @@ class Move:
         size, axes = form
         sizes = {other for node in chain for other in node.all_input_nodes[1:]}
         width = size[axes[-1]] if size.numel() else 0
-        if width < _NARROW or not sizes <= numbers.keys():
+        if width < _NARROW or size.numel() > _LARGEST or not sizes <= numbers.keys():
             return None
         run, copies = Interpreter(gm), 0
         elements = torch.arange(size.numel()).view([size[axis] for axis in axes]).permute(_back(axes))

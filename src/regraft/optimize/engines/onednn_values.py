@@ -226,7 +226,7 @@ class Values(Images):
 
     def _moved(self, n: Node, result: Tensor) -> Tensor:
         """The result, as one copy leaves it that does what several do: of an image that is convolved, channels last."""
-        chain, plain = list(self._chains.get(n, ())), tuple(range(result.ndim))
+        chain, plain = [] if n in self.same else list(self._chains.get(n, ())), tuple(range(result.ndim))
         layouts = [plain, (0, 2, 3, 1)] if self.is_convolved(n) and result.ndim == 4 else [plain]
         if order(result) != plain:  # views come last
             chain = chain[:-1]
