@@ -53,6 +53,16 @@ def test_images_have_their_channels_last(function) -> None:
     assert [found[name] for name in found][-1] == AS_LAST
 
 
+@pytest.mark.parametrize(
+    ("between", "copies"), [(torch.relu, 1), (lambda y: y.flip(1), 1), (lambda y: y.flatten(1).cos().view(y.shape), 2)]
+)
+def test_an_image_that_lies_so_is_not_asked_to(between: Callable[[Tensor], Tensor], copies: int) -> None:
+    """A kernel that is asked has to give it in that order, and is not fused with the next."""
+    forms = Forms(symbolic_trace(Of(lambda x: F.conv2d(between(conv(x)), weight(6, 8, 1, 1)))), [X])
+    traced: Any = torch.jit.trace(forms, (X,), check_trace=False).inlined_graph
+    assert len(traced.findAllNodes("aten::contiguous")) == copies
+
+
 @pytest.mark.parametrize("ratio", [0.9, 1.1])
 def test_images_lie_as_is_faster(monkeypatch: pytest.MonkeyPatch, ratio: float) -> None:
     made: list[bool] = []

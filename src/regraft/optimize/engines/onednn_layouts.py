@@ -80,7 +80,8 @@ class Images(Interpreter):
             return value
         if value.shape[2:].numel() == 1:  # its steps are what the kernel before has left, which are not those of torch
             return value.flatten(1).contiguous().view(value.shape)
-        return value.contiguous(memory_format=torch.channels_last)
+        last = torch.channels_last
+        return value if value.is_contiguous(memory_format=last) else value.contiguous(memory_format=last)
 
     def is_convolved(self, n: Node) -> bool:
         """Whether a convolution reads it, and is given images with their channels last.
