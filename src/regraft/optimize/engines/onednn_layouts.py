@@ -81,6 +81,7 @@ class Images(Interpreter):
         if value.shape[2:].numel() == 1:  # its steps are what the kernel before has left, which are not those of torch
             return value.flatten(1).contiguous().view(value.shape)
         last = torch.channels_last
+        # a kernel whose image is asked to lie so is not fused with the next
         return value if value.is_contiguous(memory_format=last) else value.contiguous(memory_format=last)
 
     def is_convolved(self, n: Node) -> bool:
