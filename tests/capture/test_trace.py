@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
 import pickle
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from regraft.capture import probing, symbolic_trace, trace
 from regraft.capture.module_tree import is_leaf
 from regraft.core.errors import CaptureError
+from regraft.core.fx_private import codegen_of
 from regraft.core.graph_module import GraphModule, adopt
 
 
@@ -437,6 +439,63 @@ def test_sizes_that_are_one_only_together() -> None:
     assert gm(torch.ones(2), torch.ones(2), torch.ones(2, 2)) == 10
     with pytest.raises(TypeError, match=r"x.shape\[0\] is 1 only if y.shape\[0\] == z.shape\[1\] == "):
         gm(torch.ones(1), torch.ones(1), torch.ones(1, 5))
+
+
+@pytest.mark.parametrize(
+    ("model", "shapes"),
+    [
+        (BranchOnOne(), [("a", 4)]),
+        (OnlyEven(), [("a", 4)]),
+        (nn.Sequential(nn.ReLU()), [("a", 4)]),
+        (nn.Conv2d(1, 2, 2), [("a", 1, "b", "c")]),
+        (BranchOnTwoOfThree(), [("a",), ("b",), ("c", "d")]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_a_compiler_asks_of_sizes_is_what_a_call_is_asked(model, shapes) -> None:
+    axes = sorted({axis for shape in shapes for axis in shape if isinstance(axis, str)})
+
+    def made(sizes: dict[str, int]) -> list[torch.Tensor]:
+        return [torch.ones([axis if isinstance(axis, int) else sizes[axis] for axis in shape]) for shape in shapes]
+
+    gm = trace(model, tuple(made(dict.fromkeys(axes, 4))), dynamic_shapes="auto")
+    constraints = codegen_of(gm.graph).calling.constraints
+    answers = set()
+    for sizes in itertools.product((1, 2, 3, 5), repeat=len(axes)):
+        given = made(dict(zip(axes, sizes)))
+        for _ in range(2):  # the second time it is known
+            try:
+                constraints.check(given)
+                answers.add(True)
+                assert constraints.holds(given), sizes
+            except TypeError:
+                answers.add(False)
+                assert not constraints.holds(given), sizes
+    assert True in answers
+
+
+SINGLE = {
+    "Linear": (nn.Linear(4, 2), torch.randn(3, 4)),
+    "Conv2d": (nn.Conv2d(4, 2, 3, padding=1), torch.randn(3, 4, 5, 5)),
+    "BatchNorm2d": (nn.BatchNorm2d(4), torch.randn(3, 4, 5, 5)),
+    "LayerNorm": (nn.LayerNorm(4), torch.randn(3, 4)),
+    "Embedding": (nn.Embedding(5, 4), torch.tensor([[0, 4], [2, 2]])),
+    "ReLU": (nn.ReLU(), torch.randn(3, 4)),
+    "Dropout": (nn.Dropout(0.5), torch.randn(3, 4)),
+}
+
+
+@pytest.mark.parametrize("dynamic_shapes", [None, "auto"])
+@pytest.mark.parametrize("name", SINGLE)
+def test_a_model_that_is_one_layer(name, dynamic_shapes) -> None:
+    layer, x = SINGLE[name]
+    layer = randomised(copy.deepcopy(layer)).eval()
+    gm = trace(layer, (x,), dynamic_shapes=dynamic_shapes)
+    assert torch.equal(gm(x), layer(x))
+    assert gm.state_dict().keys() == layer.state_dict().keys()
+    assert torch.equal(pickle.loads(pickle.dumps(gm))(x), layer(x))
+    if dynamic_shapes == "auto":
+        assert torch.allclose(gm(x[:1]), layer(x[:1]))
 
 
 class BranchOnTwo(nn.Module):

@@ -499,7 +499,8 @@ def test_in_threads(pair) -> None:
     assert grafts_of(dropin).stale is None
 
 
-def test_compiled_in_one_graph(pair) -> None:
+@pytest.mark.parametrize("sizes", [(2, 4), (1, 3)], ids=str)
+def test_compiled_in_one_graph(pair, sizes) -> None:
     model, dropin = pair
     ops = []
 
@@ -509,8 +510,9 @@ def test_compiled_in_one_graph(pair) -> None:
 
     compiled = torch.compile(dropin, fullgraph=True, backend=backend)
     with torch.no_grad():
-        assert close(compiled(image()), model(image()))
-        assert close(compiled(image(4)), model(image(4)))
+        for batch in sizes:
+            assert close(compiled(image(batch)), model(image(batch)))
+    assert ops
     assert not any("batch_norm" in op for op in ops), "the rewritten graph is what was compiled"
 
 
@@ -559,6 +561,14 @@ def test_compiled_with_gradients(pair) -> None:
     for each in (model, compiled):
         sum(part.sum() for part in each(image())).backward()
     assert all(close(a.grad, b.grad) for a, b in zip(model.parameters(), dropin.parameters(), strict=True))
+
+
+def test_exported_for_one_image(pair) -> None:
+    model, dropin = pair
+    program = torch.export.export(dropin, (image(1),))
+    with torch.no_grad():
+        assert close(program.module()(image(1)), model(image(1)))
+    assert not any("batch_norm" in str(node.target) for node in program.graph.nodes)
 
 
 def test_exported(pair) -> None:

@@ -593,6 +593,20 @@ def test_a_model_in_which_a_part_is_compiled() -> None:
         assert torch.equal(result.model(x), model(x))
 
 
+def test_one_layer_of_a_model_by_itself() -> None:
+    model = heads()
+    path, layer = next((name, part) for name, part in model.named_modules() if isinstance(part, nn.Conv2d))
+    result = run(layer, (image(),), transformations="PrepackForCpu", **ALL)
+    assert result.verification.ok
+    assert type(result.model) is not nn.Conv2d
+    assert isinstance(result.model, nn.Conv2d)
+    with torch.no_grad():
+        expected = model(image(3))
+        model.set_submodule(path, result.model)
+        assert all(torch.allclose(new, old, atol=1e-5) for new, old in zip(model(image(3)), expected, strict=True))
+    assert grafts_of(result.model).calls == {"forward": 1}
+
+
 def test_training_mode_is_noted() -> None:
     model = heads().train()
     result = run(model, (image(),), transformations="FoldBatchNorm", **ALL)

@@ -6,12 +6,16 @@ import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from regraft.capture.torch_private import expression_source, guard_functions, symbolic_expression
 from regraft.core.errors import NotCovered
+
+_shape = attrgetter("shape")
 
 #: how a guard writes an input, such as `L['x']` or `L['cache'][0].keys`, and a size of it
 _INPUT = r"L(?:\['\w+'\]|\[\d+\]|\.(?!size\()\w+)+"
@@ -57,9 +61,11 @@ class Constraints:
         }
         self._conditions = [(said, eval(f"lambda d: {source}", functions)) for said, source in self.guards]
         self.holds = self._compiled(functions)
+        self._held: list[Any] | None = None  # what the shapes of the last call were, if it holds for them
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key not in ("_expressions", "_conditions", "holds")}
+        made = ("_expressions", "_conditions", "holds", "_held")
+        return {key: value for key, value in vars(self).items() if key not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -107,11 +113,12 @@ class Constraints:
         Raises:
             NotCovered: a shape for which it does not hold; the message names the argument, the axis and the cure.
         """
-        try:
-            held = self.holds(tensors)
-        except ZeroDivisionError:  # a condition that makes no sense for these sizes does not hold
-            held = False
-        if held:
+        shapes = list(map(_shape, tensors))
+        if shapes == self._held:
+            return
+        if _true(self.holds, tensors):
+            if {int}.issuperset(map(type, chain.from_iterable(shapes))):  # not those of a tracer
+                self._held = shapes
             return
         sizes: dict[str, int] = {}
         late: list[tuple[int, int, str]] = []
@@ -156,6 +163,12 @@ class Constraints:
                         + ", ".join(f"{name} {tuple(t.shape)}" for name, t in zip(self.names, tensors))
                         + "; capture the model with an example of these sizes"
                     )
+
+    def allow_from(self, lower: int, symbols: Collection[str]) -> None:
+        """Let some sizes be no smaller than that."""
+        for symbol in symbols:
+            self.ranges[symbol].lower = lower
+        self._compile()
 
     def require_together(self, symbol: str, group: Collection[str]) -> None:
         """Let a size be one only where some others are one too.
@@ -217,7 +230,7 @@ def given_size(tensors: Sequence[torch.Tensor], position: int, axis: int) -> int
 def _true(condition: Callable[[Any], Any], table: Any) -> bool:
     try:
         return bool(condition(table))
-    except ZeroDivisionError:
+    except ZeroDivisionError:  # a condition that makes no sense for these sizes does not hold
         return False
 
 
@@ -257,7 +270,9 @@ def constraints_of(
     conditions = [
         (_SIZE.sub(lambda m: f"{names[positions[m[1]]]}.shape[{m[2]}]", guard), _indexed(guard, positions))
         for guard in guards
-        if not _SIMPLE.fullmatch(guard) and all(m[1] in positions for m in _SIZE.finditer(guard)) and _only_sizes(guard)
+        if not _SIMPLE.fullmatch(guard)
+        and all(m[1] in positions for m in _SIZE.finditer(guard))
+        and "L[" not in _SIZE.sub("", guard)
     ]
     return Constraints(names, shapes, found, conditions, automatic)
 
@@ -278,10 +293,6 @@ def _drop_unbound(shapes: list[tuple[int | str, ...]], found: dict[str, Range]) 
                 found[size] = Range(1, math.inf, (position, axis))
                 sizes[axis] = size
         shapes[position] = tuple(sizes)
-
-
-def _only_sizes(guard: str) -> bool:
-    return "L[" not in _SIZE.sub("", guard)
 
 
 def _indexed(guard: str, positions: dict[str, int]) -> str:

@@ -43,11 +43,9 @@ class Probe:
         ranges = self.constraints.ranges
         symbols = [symbol for symbol, bounds in ranges.items() if bounds.lower <= 2]
         if any(leaf.device.type == "meta" for leaf in (*self.call.leaves, *self.model.parameters())):
-            for symbol in symbols:  # nothing can be run: take export's word, which is "two or more"
-                ranges[symbol].lower = 2
+            self.constraints.allow_from(2, symbols)  # nothing can be run: take export's word, "two or more"
             return
-        for symbol in symbols:
-            ranges[symbol].lower = 1
+        self.constraints.allow_from(1, symbols)
         verdicts = {
             group: self._agree(_sample_of_one(self.call.leaves, self.constraints, group))
             for group in _groups(ranges, symbols)
@@ -59,7 +57,7 @@ class Probe:
         for symbol in [symbol for symbol in symbols if symbol not in alone]:
             together = next((group for group, verdict in verdicts.items() if verdict and group > {symbol}), None)
             if together is None:
-                ranges[symbol].lower = 2
+                self.constraints.allow_from(2, [symbol])
             else:
                 self.constraints.require_together(symbol, together)
 

@@ -50,7 +50,7 @@ def _regions(graph: Graph, modules: Mapping[str, nn.Module]) -> dict[tuple[str, 
         keys: list[str] = []
         for key, (path, *_) in (node.meta.get("nn_module_stack") or {}).items():
             keys.append(key)
-            if path in modules and is_leaf(modules[path]):
+            if path and path in modules and is_leaf(modules[path]):  # not the model itself, which no graph can call
                 regions.setdefault((*keys, path), []).append(node)
                 break
     return regions
