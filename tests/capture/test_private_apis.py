@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import importlib
 import inspect
 import operator
+import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import regraft as rg
@@ -374,12 +377,71 @@ def test_the_hooks_of_transformers_are_known() -> None:
 
     def collecting(x: torch.Tensor, wanted: list[str]) -> torch.Tensor:
         token = collector.set({name: [] for name in wanted})
-        result = x + int(transformers_adapter.collects())
+        result = x + int(transformers_adapter.collects(torch.compiler.is_compiling()))
         collector.reset(token)
         return result
 
     for run in (collecting, torch.compile(collecting, backend="eager", fullgraph=True)):
         assert [int(run(torch.zeros(()), wanted)) for wanted in ([], ["attentions"])] == [0, 1]
+
+
+def test_outputs_are_made_as_their_classes_make_them() -> None:
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    kinds = [kind for kind in vars(outputs).values() if isinstance(kind, type) and kind.__module__ == outputs.__name__]
+    assert len(kinds) > 40
+    for kind in kinds:
+        fields = [field.name for field in dataclasses.fields(kind)]
+        for names in filter(None, (fields[:1], fields[1:2], fields[::2], fields)):
+            values = [torch.ones(()) for _ in names]
+            expected = kind(**dict(zip(names, [*values[:-1], (*values,)] if len(names) > 1 else values, strict=True)))
+            leaves, spec = pytree.tree_flatten(expected)
+            maker = transformers_adapter.output_maker(spec)
+            assert maker is not None
+            found = torch_private.unflattener(spec, transformers_adapter.output_maker)(leaves)
+            assert type(found) is kind
+            assert found.to_tuple() == expected.to_tuple()
+            assert list(found.items()) == list(expected.items())
+            assert vars(found) == vars(expected)
+            found[names[0]] = torch.zeros(())
+            assert getattr(found, names[0]) == 0
+            assert pickle.loads(pickle.dumps(found)).keys() == expected.keys()
+
+
+def test_outputs_that_their_classes_make_otherwise_are_left_to_them() -> None:
+    transformers = pytest.importorskip("transformers")
+
+    @dataclasses.dataclass
+    class Counted(transformers.utils.ModelOutput):
+        first: torch.Tensor | None = None
+        count: int | None = None
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            vars(self)["count"] = len(self)
+
+    @dataclasses.dataclass(init=False)
+    class Named(transformers.utils.ModelOutput):
+        first: torch.Tensor | None = None
+
+        def __init__(self, first: torch.Tensor) -> None:
+            vars(self)["name"] = "whatever"
+            self.first = first
+
+    alone = transformers.modeling_outputs.BaseModelOutput((torch.ones(2), torch.ones(3)))
+    late = transformers.modeling_outputs.BaseModelOutput(hidden_states=(torch.ones(2),))
+    late.last_hidden_state = torch.ones(3)  # in another order than that of the fields
+    for output in (
+        Counted(torch.ones(2)),
+        Named(torch.ones(2)),
+        alone,
+        late,
+        (torch.ones(2),),
+        {"a": torch.ones(2)},
+    ):
+        leaves, spec = pytree.tree_flatten(output)
+        assert transformers_adapter.output_maker(spec) is None, output
+        found = torch_private.unflattener(spec, transformers_adapter.output_maker)(leaves)
+        assert type(found) is type(output)
 
 
 def hooks_of(model: nn.Module) -> list[Any]:

@@ -6,8 +6,10 @@ import copy
 import io
 import logging
 import pickle
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -276,6 +278,28 @@ def test_a_frozen_drop_in_looks_at_nothing(monkeypatch) -> None:
     monkeypatch.setattr(Watch, "change", lambda self: pytest.fail("it looked"))
     check(model, dropin, True, image())
     check(model, copy.copy(dropin), True, image())
+
+
+def test_a_frozen_drop_in_asks_little(berts) -> None:
+    """What a call costs in Python counts beside a small network, most of all when that has emptied the caches."""
+    inputs = {"input_ids": ids(), "attention_mask": torch.ones_like(ids())}
+    settings = {"keep": "all", "seconds": 0.01, "verify": False, "frozen": True}
+    result = optimize(berts[0], kwargs=inputs, transformations="MergeLinears", engine="onednn", **settings)
+    assert result.graphs[0].engine.engine == "onednn"
+    asked = []
+
+    def count(frame, event, argument) -> None:
+        if event == "call":
+            asked.append(f"{Path(frame.f_code.co_filename).name}: {frame.f_code.co_name}")
+
+    with torch.no_grad():
+        result.model(**inputs)
+        sys.setprofile(count)
+        try:
+            result.model(**inputs)
+        finally:
+            sys.setprofile(None)
+    assert len(asked) < 50, asked
 
 
 @pytest.mark.parametrize(
@@ -645,6 +669,29 @@ def test_a_pretrained_model_by_every_way_of_calling_it(berts) -> None:
     check(model, dropin, False, input_ids=ids(3, 5), attention_mask=mask[:, None, None].float())
     check(model, dropin, False, input_ids=ids(3, 5).int(), attention_mask=mask)
     check(model, dropin, False, input_ids=ids(3, 5), attention_mask=mask, labels=torch.tensor([0, 1, 0]))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_config_is_asked_at_each_call(berts, nested) -> None:
+    model, dropin = copy.deepcopy(berts[0]), copy.deepcopy(berts[1])
+    config = dropin.config
+    config.sizes = {"first": [1, 2]} if nested else 3
+    grafts_of(dropin)._watch = None  # it was so when it was optimized
+    inputs = {"input_ids": ids(), "attention_mask": torch.ones_like(ids())}
+    check(model, dropin, True, **inputs)
+    check(model, dropin, True, **inputs)
+    config.architectures = ["written by whoever saves it"]
+    check(model, dropin, True, **inputs)
+    if nested:
+        config.sizes["first"][1] = 3
+    else:
+        config.sizes = 4
+    check(model, dropin, False, **inputs)
+    check(model, dropin, False, **inputs)
+    config.sizes = {"first": [1, 2]} if nested else 3
+    check(model, dropin, True, **inputs)
+    config.further = 1
+    check(model, dropin, False, **inputs)
 
 
 def test_a_changed_config_runs_the_original(berts) -> None:

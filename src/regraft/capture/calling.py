@@ -111,9 +111,20 @@ class Calling:
         for argument, value in zip(self.arguments, values):
             if argument.is_tensor or argument.spec is not None or value is not argument.constant:
                 leaves += _leaves(argument, value)
+        self.check(leaves)
+        return leaves
+
+    def check(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Compare the shapes of a call's tensors with those for which the graph holds.
+
+        Args:
+            leaves: the tensors, in the order of the graph's inputs.
+
+        Raises:
+            TypeError: the graph does not hold for them; the message names the argument.
+        """
         if self.constraints is not None:
             self.constraints.check(leaves)
-        return leaves
 
     def _unchecked(self, values: tuple[Any, ...]) -> list[Any]:
         if self._flat:

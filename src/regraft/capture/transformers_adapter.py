@@ -9,7 +9,8 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -53,6 +54,49 @@ def register_container(kind: type) -> None:
         exporter.register_pytree_node(kind)
 
 
+_OF_OUTPUTS = ("__new__", "__post_init__", "__setattr__", "__setitem__")
+
+
+def output_maker(spec: Any) -> torch_private.Maker | None:
+    """What makes the same as the class of a model's output does, which asks all of its fields for the sake of each.
+
+    A call of an engine ends with it, when the caches are full of the network. It was tried once beside the class.
+
+    Args:
+        spec: the structure of an output.
+
+    Returns:
+        None where the class is none of transformers' or does something of its own.
+    """
+    kind: Any = torch_private.spec_type(spec)
+    base = getattr(getattr(sys.modules.get("transformers"), "utils", None), "ModelOutput", None)
+    if base is None or not issubclass(kind, base):
+        return None
+    names, fields = torch_private.spec_context(spec), getattr(kind, "__dataclass_fields__", None)
+    # a container that is the only value may be taken for names and values
+    plain = len(names) > 1 or all(map(torch_private.is_leaf, torch_private.spec_children(spec)))
+    if fields is None or not plain or any(getattr(kind, name) is not getattr(base, name) for name in _OF_OUTPUTS):
+        return None
+
+    def make(values: Sequence[Any]) -> Any:
+        made = kind.__new__(kind)
+        attributes = vars(made)
+        attributes.update(dict.fromkeys(fields))
+        for name, value in zip(names, values):
+            attributes[name] = value
+            OrderedDict.__setitem__(made, name, value)
+        return made
+
+    sample = [torch.zeros(()) for _ in names]
+    usual, found = kind(**dict(zip(names, sample))), make(sample)
+    return make if _identities(usual) == _identities(found) else None
+
+
+def _identities(output: Any) -> tuple[list[tuple[str, int]], dict[str, int]]:
+    items = [(name, id(value)) for name, value in output.items()]
+    return items, {name: id(value) for name, value in vars(output).items()}
+
+
 _CAPTURING = "transformers.utils.output_capturing"
 
 
@@ -67,14 +111,18 @@ def is_collector(hook: Callable[..., Any]) -> bool:
     return getattr(hook, "__module__", None) == _CAPTURING
 
 
-def collects() -> bool:
-    """Whether a transformers model is running that wants the results of layers inside: hidden states, attentions."""
+def collects(traced: bool = False) -> bool:
+    """Whether a transformers model is running that wants the results of layers inside: hidden states, attentions.
+
+    Args:
+        traced: whether a compiler traces this.
+    """
     capturing = sys.modules.get(_CAPTURING)
     collector = getattr(capturing, "_active_collector", None)
     if collector is None:
         return False
     # a compiler cannot trace what a context holds, so there transformers keeps it beside
-    return bool(getattr(collector, "global_var", None) if torch.compiler.is_compiling() else collector.get())
+    return bool(getattr(collector, "global_var", None) if traced else collector.get())
 
 
 def ways(model: nn.Module) -> list[Callable[[], AbstractContextManager[Any]]]:

@@ -100,7 +100,7 @@ class Entry:
         return self._calling is None or self._calling.covers(call)
 
     def run(self, call: Mapping[str, Any], unchanged: bool = False) -> Any:
-        """Run the graph, or the engine that has taken it over.
+        """Run the graph, or the engine that has taken it over; a compiler traces the graph itself.
 
         Args:
             call: A call that matches.
@@ -109,9 +109,7 @@ class Entry:
         Raises:
             TypeError: The graph does not hold for these sizes or constants.
         """
-        if self.engine is not None and not torch.compiler.is_compiling():
-            return self.engine(call, unchanged)
-        return self.gm.forward(**call)
+        return self.gm.forward(**call) if self.engine is None else self.engine(call, unchanged)
 
 
 def _slot(name: str, value: Any) -> Slot:

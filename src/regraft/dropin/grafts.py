@@ -232,7 +232,7 @@ class Grafts:
 
     def _run_traced(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         # Traced once and guarded by whoever traces it, so nothing here has to be fast, and all of it plain.
-        if self.stale is not None or model.training or collects():
+        if self.stale is not None or model.training or collects(traced=True):
             return NOTHING
         call, cache = self._read(args, kwargs)
         recorded = torch.is_grad_enabled() and not torch.compiler.is_exporting()
@@ -240,7 +240,7 @@ class Grafts:
             return NOTHING
         for entry in self.entries:
             if entry.matches(call) and entry.holds(call):
-                result = entry.run(call)
+                result = entry.gm.forward(**call)
                 if cache is not None and not _has_cache(result):
                     return NOTHING
                 return result if cache is None else filling.fill(cache, result)

@@ -99,7 +99,10 @@ class Watch:
         }
         config = getattr(model, "config", None)
         self._config: dict[str, Any] = vars(config) if hasattr(config, "__dict__") else {}
-        self._settings = copy.deepcopy(_settings(self._config))
+        settings = _settings(self._config)
+        self._settings = copy.deepcopy(settings)
+        self._nested = not all(map(_is_plain, settings.values()))  # what is in a list, no version tells
+        self._config_version: Any = None  # it has not been looked at
         self.remember(memory)
 
     def and_also(self, others: Iterable[Watch]) -> Watch:
@@ -183,7 +186,11 @@ class Watch:
     @property
     def configured(self) -> bool:
         """Whether the config of the model, where it has one, says something else now."""
-        return _settings(self._config) != self._settings
+        version = dict_version(self._config)
+        if version == self._config_version and not self._nested:
+            return False
+        self._config_version = version if _settings(self._config) == self._settings else None
+        return self._config_version is None
 
     @property
     def hooked(self) -> bool:

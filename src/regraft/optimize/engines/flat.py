@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
-from regraft.capture import caches, torch_private
+from regraft.capture import caches, torch_private, transformers_adapter
 from regraft.capture.codegen import CallingCodeGen
 from regraft.core.errors import NotCovered
 from regraft.core.fx_private import codegen_of
@@ -52,14 +52,18 @@ class Flat:
         self._names = [str(node.target) for node in holders]
         self._calling = codegen.calling if isinstance(codegen, CallingCodeGen) else None
         if isinstance(codegen, CallingCodeGen):  # what a call asks is small: a network has just emptied the caches
-            self._given = [(argument.name, argument.constant) for argument in codegen.calling.arguments]
+            arguments = codegen.calling.arguments
+            self._given = [(argument.name, argument.constant) for argument in arguments]
             places = {name: place for place, name in enumerate(codegen.leaves)}
             self._places = [places[name] for name in self._names]
+            single = dict.fromkeys(argument.name for argument in arguments if argument.is_tensor)
+            # where tensors are all that is given, a call needs no look at each argument
+            self._tensors = single if call.keys() == single.keys() else None
         self.values = [node.meta.get("val") for node in holders]
         self.sample = self.take(call)
         with torch.no_grad():
             results, spec = pytree.tree_flatten(caches.unfold(gm.forward(**call)))
-        self._build = torch_private.unflattener(spec)
+        self._build = torch_private.unflattener(spec, transformers_adapter.output_maker)
         if any(isinstance(result, (int, float, complex)) for result in results) and _computes_numbers(gm):
             raise ValueError("a number among its results is made of what a tensor holds")
         self._constants = [None if isinstance(result, Tensor) else (result,) for result in results]
@@ -78,7 +82,11 @@ class Flat:
         """
         if self._calling is None:
             return [call[name] for name in self._names]
-        leaves = self._calling.bind(tuple([call.get(name, constant) for name, constant in self._given]))
+        if self._tensors is not None and call.keys() == self._tensors.keys():
+            leaves = list(map(call.__getitem__, self._tensors))
+            self._calling.check(leaves)
+        else:
+            leaves = self._calling.bind(tuple([call.get(name, constant) for name, constant in self._given]))
         return [leaves[place] for place in self._places]
 
     def give(self, results: Sequence[Tensor]) -> Any:
@@ -179,7 +187,7 @@ class Engine:
         return self._gm.forward(**call)
 
     def _may_run(self, inputs: Sequence[Tensor]) -> bool:
-        if not ordinary_call() or not all(type(tensor) in ORDINARY for tensor in inputs):
+        if not ordinary_call() or not all(map(ORDINARY.__contains__, map(type, inputs))):
             return False
         return type(self._gm).forward is self._forward
 

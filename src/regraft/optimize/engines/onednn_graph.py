@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from regraft.optimize.engines.in_float32 import in_float32, pays_in_float32, wid
 from regraft.optimize.engines.onednn_forms import Attention, Forms
 from regraft.optimize.engines.onednn_pieces import Program, in_pieces
 from regraft.verify.measure import compare_speed
+
+_shape = attrgetter("shape")
 
 _CALLS = 2
 """So many calls until a program is what it stays: one is observed, the next is compiled for what was seen."""
@@ -46,7 +49,7 @@ def build(flat: Flat) -> Run:
         Exception: What TorchScript and oneDNN raise where they have no form for the graph.
     """
     sample = tuple(_usual(flat.sample))
-    sizes = [tensor.shape for tensor in sample]
+    sizes = list(map(_shape, sample))
     with torch.no_grad():
         raised = pays_in_float32(flat.module, sample)
         module = in_float32(flat.module) if raised else flat.module
@@ -61,15 +64,18 @@ def build(flat: Flat) -> Run:
                 forms, program = plain, other
         program = _fastest(forms, program, sample)
 
+    # a module that is called first asks for hooks and for a tracer
+    call = program.forward if isinstance(program, torch.jit.ScriptModule) else program
+
     def run(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        if [tensor.shape for tensor in inputs] != sizes:
+        if list(map(_shape, inputs)) != sizes:
             raise NotCovered(f"the program was made for inputs of the sizes {[tuple(size) for size in sizes]}")
         if torch.is_grad_enabled():  # asked because to enter and leave a mode that is on anyway takes time, too
             with torch.no_grad():
                 return run(inputs)
         if not raised:
-            return forms.complete(program(*_usual(inputs), *forms.beside))
-        results = forms.complete(program(*map(wide, _usual(inputs)), *forms.beside))
+            return forms.complete(call(*_usual(inputs), *forms.beside))
+        results = forms.complete(call(*map(wide, _usual(inputs)), *forms.beside))
         return [result.to(dtype) for result, dtype in zip(results, flat.dtypes, strict=True)]
 
     return run
@@ -158,7 +164,7 @@ def _expect_understood(program: torch.jit.ScriptModule) -> None:
 
 def _usual(inputs: Sequence[Tensor]) -> Iterator[Tensor]:
     """The inputs, dense: a program looks at their sizes, but takes their strides to be those that it has seen."""
-    return (tensor.contiguous() for tensor in inputs)
+    return map(Tensor.contiguous, inputs)
 
 
 @contextmanager
