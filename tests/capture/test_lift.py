@@ -63,6 +63,15 @@ def test_a_layer_is_built_again(layer: nn.Module, shape: tuple[int, ...]) -> Non
     assert torch.equal(gm(x.clone()), model(x.clone()))
 
 
+@pytest.mark.parametrize(("layer", "shape"), LAYERS, ids=[type(layer).__name__ for layer, _ in LAYERS])
+def test_a_program_that_is_one_layer(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    model = randomised(layer).eval()
+    gm = lift(torch.export.export(model, (torch.randn(*shape),), dynamic_shapes=({0: Dim.AUTO},)))
+    assert list(gm.state_dict()) == list(model.state_dict())
+    x = torch.randn(5, *shape[1:])
+    assert torch.equal(gm(x.clone()), model(x.clone()))
+
+
 def test_every_layer_that_can_be_built_is_tried() -> None:
     tried = {type(layer) for layer, _ in LAYERS}
     rest = {kind for kind, _ in BUILDERS} - tried

@@ -139,7 +139,7 @@ def _layers(program: torch.export.ExportedProgram, tensors: dict[str, torch.Tens
     layers: dict[str, nn.Module] = {}
     for path, nodes in calls.items():
         layer = _layer(_class_of(kinds[path]), nodes, placeholders)
-        if layer is not None:
+        if layer is not None and path:  # not the model itself, which no graph can call
             layers[path] = layer
     return layers
 
