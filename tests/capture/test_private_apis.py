@@ -417,7 +417,8 @@ def test_outputs_that_their_classes_make_otherwise_are_left_to_them() -> None:
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            vars(self)["count"] = len(self)
+            if self.first.ndim:  # which a single try does not show
+                vars(self)["count"] = len(self)
 
     @dataclasses.dataclass(init=False)
     class Named(transformers.utils.ModelOutput):

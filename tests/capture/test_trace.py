@@ -474,6 +474,17 @@ def test_what_a_compiler_asks_of_sizes_is_what_a_call_is_asked(model, shapes) ->
     assert True in answers
 
 
+@pytest.mark.parametrize("least", [0, 1, 2])
+def test_a_size_that_nobody_can_try_is_two_or_more(least) -> None:
+    model = nn.Sequential(nn.Linear(4, 2)).to("meta")
+    sizes = {"input": {0: Dim("batch", min=least)}}
+    gm = trace(model, (torch.empty(3, 4, device="meta"),), dynamic_shapes=sizes)
+    constraints = codegen_of(gm.graph).calling.constraints
+    assert [constraints.holds([torch.empty(size, 4)]) for size in (1, 2, 5)] == [False, True, True]
+    with pytest.raises(TypeError, match="expected a size of 2 or more"):
+        gm(torch.empty(1, 4, device="meta"))
+
+
 SINGLE = {
     "Linear": (nn.Linear(4, 2), torch.randn(3, 4)),
     "Conv2d": (nn.Conv2d(4, 2, 3, padding=1), torch.randn(3, 4, 5, 5)),

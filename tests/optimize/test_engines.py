@@ -47,6 +47,29 @@ def test_an_engine_runs_the_model(name: str) -> None:
     assert entry.engine is None
 
 
+class Halved(torch.nn.Module):
+    """Takes an even number of rows, and a factor."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        return (x * 2 if x.shape[0] % 2 == 0 else x) * factor + y
+
+
+@pytest.mark.parametrize("constants", [{}, {"factor": 2.0}], ids=str)
+def test_an_engine_is_given_the_sizes_and_constants_of_its_graph_alone(constants) -> None:
+    x, y = torch.randn(4, 3), torch.randn(4, 3)
+    gm = rg.trace(Halved(), (x, y), constants, dynamic_shapes="auto")
+    flat = Flat(gm, {"x": x, "y": y, **constants})
+    for size in (4, 2, 6, 4):
+        x, y = torch.randn(size, 3), torch.randn(size, 3)
+        found = flat.take({"y": y, "x": x, **constants})
+        assert [x is found[0], y is found[1]] == [True, True]
+    for size, other in ((3, 3), (5, 5), (4, 2)):
+        with pytest.raises(TypeError):
+            flat.take({"x": torch.randn(size, 3), "y": torch.randn(other, 3), **constants})
+    with pytest.raises(TypeError, match="factor"):
+        flat.take({"x": x, "y": y, "factor": 3.0})
+
+
 @pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
 def test_an_engine_runs_attention_of_groups_of_queries(name: str) -> None:
     available(name)

@@ -64,8 +64,7 @@ class Constraints:
         self._held: list[Any] | None = None  # what the shapes of the last call were, if it holds for them
 
     def __getstate__(self) -> dict[str, Any]:
-        made = ("_expressions", "_conditions", "holds", "_held")
-        return {key: value for key, value in vars(self).items() if key not in made}
+        return {key: value for key, value in vars(self).items() if key not in ("_expressions", "_conditions", "holds")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -56,9 +56,7 @@ class Flat:
             self._given = [(argument.name, argument.constant) for argument in arguments]
             places = {name: place for place, name in enumerate(codegen.leaves)}
             self._places = [places[name] for name in self._names]
-            single = dict.fromkeys(argument.name for argument in arguments if argument.is_tensor)
-            # where tensors are all that is given, a call needs no look at each argument
-            self._tensors = single if call.keys() == single.keys() else None
+            self._tensors = dict.fromkeys(argument.name for argument in arguments if argument.is_tensor)
         self.values = [node.meta.get("val") for node in holders]
         self.sample = self.take(call)
         with torch.no_grad():
@@ -82,7 +80,7 @@ class Flat:
         """
         if self._calling is None:
             return [call[name] for name in self._names]
-        if self._tensors is not None and call.keys() == self._tensors.keys():
+        if call.keys() == self._tensors.keys():  # tensors alone: there is nothing to ask of each argument
             leaves = list(map(call.__getitem__, self._tensors))
             self._calling.check(leaves)
         else:
