@@ -540,6 +540,22 @@ def test_compiled_in_one_graph(pair, sizes) -> None:
     assert not any("batch_norm" in op for op in ops), "the rewritten graph is what was compiled"
 
 
+def test_a_compiler_is_given_the_graph_and_not_its_engine() -> None:
+    model = heads()
+    result = optimize(model, (image(),), transformations=EXACT, keep="all", seconds=0.01, engine="onednn")
+    assert result.graphs[0].engine.engine == "onednn"
+    ops = []
+
+    def backend(gm, inputs):
+        ops.extend(str(node.target) for node in gm.graph.nodes if node.op == "call_function")
+        return gm.forward
+
+    with torch.no_grad():
+        assert close(torch.compile(result.model, fullgraph=True, backend=backend)(image()), model(image()))
+    assert any("conv2d" in op for op in ops)
+    assert not any("batch_norm" in op for op in ops)
+
+
 class Parity(nn.Module):
     """Computes something else for an odd batch, and with another constant."""
 
@@ -724,8 +740,8 @@ def test_what_transformers_hangs_on_layers_to_collect_their_results_leaves_the_g
     check(model, again.model, True, **inputs)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_part_of_a_model_that_collects_runs_its_own_layers(frozen: bool) -> None:
+@pytest.mark.parametrize(("frozen", "compiled"), [(False, False), (True, False), (False, True)])
+def test_a_part_of_a_model_that_collects_runs_its_own_layers(frozen: bool, compiled: bool) -> None:
     model, changed = bert(), bert()
     inputs = {"input_ids": ids(), "attention_mask": torch.ones_like(ids())}
     given = []
@@ -740,6 +756,8 @@ def test_a_part_of_a_model_that_collects_runs_its_own_layers(frozen: bool) -> No
     with torch.no_grad():
         changed(**inputs)
         assert calls(part) == 1
+        if compiled:
+            changed.forward = torch.compile(changed.forward, backend="eager")
         for _ in range(2):
             for each in (model, changed):
                 each.config.output_hidden_states = True  # of which the part's own config knows nothing
@@ -749,7 +767,7 @@ def test_a_part_of_a_model_that_collects_runs_its_own_layers(frozen: bool) -> No
             assert calls(part) == 1
         changed.config.output_hidden_states = False
         assert close(changed(**inputs).logits, model(**inputs).logits)
-        assert calls(part) == 2
+        assert calls(part) == (1 if compiled else 2)  # a compiler counts none
 
 
 def test_in_a_pipeline(berts) -> None:

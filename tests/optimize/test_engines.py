@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import ClassVar
 
 import pytest
 import torch
@@ -68,6 +69,29 @@ def test_an_engine_is_given_the_sizes_and_constants_of_its_graph_alone(constants
             flat.take({"x": torch.randn(size, 3), "y": torch.randn(other, 3), **constants})
     with pytest.raises(TypeError, match="factor"):
         flat.take({"x": x, "y": y, "factor": 3.0})
+
+
+class Hearing(torch.Tensor):
+    """A tensor that is told of each function."""
+
+    names: ClassVar[set[str]] = set()
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        cls.names.add(getattr(function, "__name__", ""))
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_a_tensor_of_a_class_of_its_own_is_left_to_torch() -> None:
+    model = heads()
+    result = rg.optimize(model, (image(),), engine="onednn", keep="all", verify=False, **EXACT)
+    assert result.graphs[0].engine.engine == "onednn"
+    Hearing.names.clear()
+    with torch.no_grad():
+        found = result.model(image().as_subclass(Hearing))
+        assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(found, model(image()), strict=True))
+    assert {"conv2d", "linear"} & Hearing.names
+    assert all(isinstance(part, Hearing) for part in found)
 
 
 @pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
