@@ -428,12 +428,22 @@ def test_outputs_that_their_classes_make_otherwise_are_left_to_them() -> None:
             vars(self)["name"] = "whatever"
             self.first = first
 
+    @dataclasses.dataclass(init=False)
+    class Strict(transformers.utils.ModelOutput):
+        first: torch.Tensor | None = None
+
+        def __init__(self, first: torch.Tensor) -> None:
+            if not first.ndim:
+                raise ValueError("a number is no row")
+            self.first = first
+
     alone = transformers.modeling_outputs.BaseModelOutput((torch.ones(2), torch.ones(3)))
     late = transformers.modeling_outputs.BaseModelOutput(hidden_states=(torch.ones(2),))
     late.last_hidden_state = torch.ones(3)  # in another order than that of the fields
     for output in (
         Counted(torch.ones(2)),
         Named(torch.ones(2)),
+        Strict(torch.ones(2)),
         alone,
         late,
         (torch.ones(2),),

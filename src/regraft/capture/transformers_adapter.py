@@ -88,8 +88,11 @@ def output_maker(spec: Any) -> torch_private.Maker | None:
         return made
 
     sample = [torch.zeros(()) for _ in names]
-    usual, found = kind(**dict(zip(names, sample))), make(sample)
-    return make if _identities(usual) == _identities(found) else None
+    try:
+        usual = kind(**dict(zip(names, sample)))
+    except Exception:  # whatever a class raises that does not take them
+        return None
+    return make if _identities(usual) == _identities(make(sample)) else None
 
 
 def _identities(output: Any) -> tuple[list[tuple[str, int]], dict[str, int]]:
