@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+import copy
+from collections import deque
+from collections.abc import Callable
+from typing import Any
 
+import pytest
+import torch
+from torch import Tensor, nn
+
+from regraft import CaptureError, optimize
 from regraft.capture import trace
-from regraft.capture.own_state import set_meanwhile, used_meanwhile
+from regraft.capture.own_state import changed_meanwhile, set_meanwhile, used_meanwhile
 
 
 class Counting(nn.Module):
@@ -84,3 +91,137 @@ def test_what_its_class_has_too_counts_as_asked() -> None:
         pass
     assert used == {("left", "shared")}
     assert (model.left.shared, Counting.shared) == (2, None)
+
+
+class Keeping(nn.Module):
+    """A layer, and a forward that is given; what it keeps is `kept`."""
+
+    def __init__(self, kept: object, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("level", torch.rand(4) + 1)
+        self.kept = kept
+        self.function = (function,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function[0](self, self.layer(x))
+
+
+def _replaced_buffer(m: Any, y: Tensor) -> Tensor:
+    m.level = 0.9 * m.level + 0.1 * y.mean(0)
+    return y - m.level
+
+
+def _replaced_parameter(m: Any, y: Tensor) -> Tensor:
+    m.layer.bias = nn.Parameter(m.layer.bias.detach() * 2)
+    return y
+
+
+def _replaced_tensor(m: Any, y: Tensor) -> Tensor:
+    m.kept = m.kept * 2
+    return y + m.kept
+
+
+def _counted(m: Any, y: Tensor) -> Tensor:
+    m.kept += 1
+    return y / m.kept
+
+
+def _appended(m: Any, y: Tensor) -> Tensor:
+    m.kept.append(y.detach())
+    return y * len(m.kept)
+
+
+def _entered(m: Any, y: Tensor) -> Tensor:
+    m.kept["sum"] = m.kept["sum"] + 1
+    return y + m.kept["sum"]
+
+
+CARRYING: dict[str, tuple[str, Callable[[], Keeping]]] = {
+    "a buffer that is replaced": ("level", lambda: Keeping(None, _replaced_buffer)),
+    "a parameter that is replaced": ("layer.bias", lambda: Keeping(None, _replaced_parameter)),
+    "a tensor that is replaced": ("kept", lambda: Keeping(torch.ones(4), _replaced_tensor)),
+    "a number": ("kept", lambda: Keeping(0, _counted)),
+    "a list": ("kept", lambda: Keeping([], _appended)),
+    "a deque": ("kept", lambda: Keeping(deque(), _appended)),
+    "a dictionary": ("kept", lambda: Keeping({"sum": torch.zeros(4)}, _entered)),
+}
+
+
+@pytest.mark.parametrize("how", [trace, optimize])
+@pytest.mark.parametrize("name", CARRYING)
+def test_what_the_next_call_computes_with_is_refused_by_name(name: str, how: Callable[..., object]) -> None:
+    named, make = CARRYING[name]
+    model, x = make().eval(), torch.randn(3, 4)
+    attributes, kept, state = dict(vars(model)), repr(model.kept), copy.deepcopy(model.state_dict())
+    with pytest.raises(CaptureError, match=rf"from one call to the next \({named}\).*written in place"):
+        how(model, (x,))
+    assert vars(model).keys() == attributes.keys()
+    assert all(vars(model)[name] is value for name, value in attributes.items())
+    assert repr(model.kept) == kept
+    torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
+
+
+def _in_place(m: Any, y: Tensor) -> Tensor:
+    m.kept = y.detach()
+    m.level.mul_(2)
+    return y + m.level
+
+
+def _noted(m: Any, y: Tensor) -> Tensor:
+    m.kept = y
+    return y
+
+
+def _made_once(m: Any, y: Tensor) -> Tensor:
+    if m.kept is None:
+        m.kept = torch.arange(4.0)
+    return y + m.kept
+
+
+def _put_back(m: Any, y: Tensor) -> Tensor:
+    bias = m.layer.bias
+    m.layer.bias = nn.Parameter(bias.detach() * 2)
+    z = m.layer(y)
+    m.layer.bias = bias
+    return z
+
+
+def _drawn(m: Any, y: Tensor) -> Tensor:
+    m.kept = y
+    return y * torch.rand(4)
+
+
+FOLLOWED = {"in place": _in_place, "noted": _noted, "made once": _made_once, "put back": _put_back, "drawn": _drawn}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_what_makes_no_difference_to_the_graph_is_captured(name: str) -> None:
+    model, x = Keeping(None, FOLLOWED[name]).eval(), torch.randn(3, 4)
+    other = copy.deepcopy(model)
+    gm = trace(model, (x,))
+    assert model.kept is None
+    for seed in (1, 2, 3):
+        torch.manual_seed(seed)
+        expected = other(x + seed)
+        torch.manual_seed(seed)
+        torch.testing.assert_close(gm(x + seed), expected, rtol=0, atol=0)
+
+
+def test_without_values_nothing_is_run_twice() -> None:
+    model = Keeping(0, _counted).to("meta").eval()
+    gm = trace(model, (torch.randn(3, 4, device="meta"),))
+    assert gm(torch.randn(3, 4, device="meta")).is_meta
+
+
+def test_what_is_replaced_or_filled_has_a_name() -> None:
+    model = Keeping([1], _counted)
+    with changed_meanwhile(model) as changed:
+        model.kept.append(2)
+        model.layer.bias = nn.Parameter(torch.zeros(4))
+        model.level = torch.ones(4)
+        model.new = None
+        del model.function
+        model.layer.weight.data.zero_()
+        model.layer.register_forward_hook(lambda *_: None)
+    assert changed == {"kept", "layer.bias", "level", "new", "function"}

@@ -67,6 +67,37 @@ def test_a_gradient_inside_of_a_forward_is_refused_where_it_does_not() -> None:
         rg.trace(model, (X,))
 
 
+ASSIGNED: dict[str, Callable[[Model], Tensor]] = {
+    "of itself": lambda m: m.layer.weight.detach() * m.scale,
+    "of others": lambda m: m.scale.detach().diag(),
+}
+
+
+@pytest.mark.parametrize("name", ASSIGNED)
+def test_a_weight_whose_data_is_assigned_in_a_forward_is_refused_and_stays(name: str) -> None:
+    def call(m: Model, x: Tensor) -> Tensor:
+        m.layer.weight.data = ASSIGNED[name](m)
+        return m.layer(x)
+
+    model = Model(call).eval()
+    before = model.layer.weight.clone()
+    with pytest.raises(rg.CaptureError, match=r"assigned to the \.data of a tensor.*\n.*F\.linear\(x, weight, bias\)"):
+        rg.trace(model, (X,))
+    torch.testing.assert_close(model.layer.weight, before, rtol=0, atol=0)
+
+
+def test_a_weight_whose_data_is_written_to_in_a_forward_is_refused_and_stays() -> None:
+    def call(m: Model, x: Tensor) -> Tensor:
+        m.layer.weight.data.mul_(2)
+        return m.layer(x)
+
+    model = Model(call).eval()
+    before = model.layer.weight.clone()
+    with pytest.raises(rg.CaptureError, match=r"writes to the \.data of a tensor, leave out \.data"):
+        rg.trace(model, (X,))
+    torch.testing.assert_close(model.layer.weight, before, rtol=0, atol=0)
+
+
 def test_other_weights_by_functional_call_are_captured() -> None:
     def call(m: Model, x: Tensor) -> Tensor:
         return torch.func.functional_call(m.layer, {"weight": m.layer.weight * m.scale}, (x,))

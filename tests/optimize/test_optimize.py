@@ -10,6 +10,7 @@ import re
 import sys
 import time
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -440,6 +441,37 @@ def test_a_model_that_gets_no_faster_is_kept(monkeypatch, final: Comparison) -> 
     assert result.model is model
     assert "the original is kept" in str(result)
     assert not result.graphs[0].used
+
+
+class Secretive(nn.Module):
+    """Counts its calls where nobody looks."""
+
+    calls: ClassVar[list[None]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append(None)
+        return self.layer(x) + (len(self.calls) > 30)
+
+
+def test_a_model_that_answers_otherwise_in_the_end_is_kept(monkeypatch) -> None:
+    work = sys.modules["regraft.optimize.work"]
+
+    def much_later(*call: object, **how: object) -> rg.Verification:
+        found = rg.verify(*call, **how)
+        Secretive.calls.extend([None] * 30)
+        return found
+
+    monkeypatch.setattr(Secretive, "calls", [])
+    monkeypatch.setattr(work, "compare_results", much_later)
+    model = Secretive().eval()
+    result = run(model, (torch.randn(3, 4),), **ALL)
+    assert result.verification.ok
+    assert "the original is kept: each call of it gives something else" in str(result)
+    assert result.model is model
 
 
 def test_slower_in_the_whole_is_not_kept_either(monkeypatch) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import io
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from regraft.capture import caches, torch_private
+from regraft.capture.own_state import changed_meanwhile
 from regraft.capture.shapes import Axes, enlarged
 from regraft.capture.signature import Call
 
@@ -37,9 +38,13 @@ class TooInvolved(Exception):
 
 
 class Seen:
-    """The structure of a model's result; an object of its own, because export puts back what a forward sets."""
+    """The structure of a model's result, and what of the model was replaced as it ran.
+
+    An object of its own, because export puts back what a forward sets.
+    """
 
     out_spec: Any = None
+    changed: Set[str] = frozenset()
 
 
 class Flat(nn.Module):
@@ -65,8 +70,11 @@ class Flat(nn.Module):
 
     def _run(self, *leaves: Any) -> tuple[Any, ...]:
         args, kwargs = self.call.rebuild(leaves)
-        with _AsItRuns(self.quick):
-            result = self._modules[PREFIX](*args, **kwargs)  # type: ignore[misc]
+        model = self._modules[PREFIX]
+        assert model is not None
+        with changed_meanwhile(model) as changed, _AsItRuns(self.quick):
+            result = model(*args, **kwargs)
+        self.seen.changed = changed
         flat, spec = torch_private.tree_flatten(caches.unfold(result))
         self.seen.out_spec = spec
         for leaf in flat:
@@ -78,13 +86,15 @@ class Flat(nn.Module):
 
 
 class _AsItRuns(TorchFunctionMode):
-    """What export is not told: two facts about functions that its own tensors, which have no memory, do not show.
+    """What export is not told: facts about functions that its own tensors, which have no memory, do not show.
 
     Keys and values of attention are of one length: torch does not ask, and reads beyond the shorter of them. A cache
     whose keys and values are inputs of their own would otherwise have two lengths in the graph.
 
     Dropout of an eval model returns its input, strides and all. Export takes the result for contiguous, and leaves out
     a `contiguous` behind it.
+
+    A tensor whose `.data` is assigned is for export what it was before, which nothing would tell.
 
     Args:
         quick: whether to give up where sizes are too involved.
@@ -103,6 +113,8 @@ class _AsItRuns(TorchFunctionMode):
             value, training = _dropped(*args, **kwargs)
             if training is False:
                 return torch.ops.aten.alias.default(value)
+        if function == _SET_DATA:  # which is made anew each time it is asked for
+            raise NotImplementedError("what is assigned to the .data of a tensor does not reach its readers in a graph")
         result = function(*args, **kwargs)
         if self.quick and isinstance(result, torch.Tensor):
             _expect_simple_sizes(result)
@@ -115,6 +127,7 @@ def _expect_simple_sizes(value: torch.Tensor) -> None:
             raise TooInvolved(f"a size is {text[:60]}... of those of the inputs")
 
 
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _DROPOUTS: frozenset[Any] = frozenset(
     [F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout]
     + [torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout]
@@ -150,11 +163,19 @@ def without_prefix(path: str) -> str:
 
 @dataclass
 class Exported:
-    """An exported program, the structure of its result, and whether the sample had to be enlarged for it."""
+    """An exported program.
+
+    Args:
+        program: the program.
+        out_spec: the structure of the model's result.
+        enlarged: whether the sample had to be enlarged for it.
+        changed: what the model replaced as it ran, by name.
+    """
 
     program: torch.export.ExportedProgram
     out_spec: Any
     enlarged: bool
+    changed: Set[str]
 
 
 def export(
@@ -198,7 +219,7 @@ def export(
             except Exception as error:  # whatever a model raises when it meets sizes that it does not take
                 failure = error if failure is None or sample is leaves else failure
             else:
-                return Exported(program, seen.out_spec, sample is not leaves)
+                return Exported(program, seen.out_spec, sample is not leaves, seen.changed)
     assert failure is not None
     raise failure
 

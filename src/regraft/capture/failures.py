@@ -33,7 +33,15 @@ _CURES = (
         ("fake tensor in the exported program constant",),
         (
             "where the model takes a gradient inside of its forward (torch.autograd.grad), write that as a formula, or "
-            "capture the parts of the model before and after it with rg.trace"
+            "capture the parts of the model before and after it with rg.trace; where it writes to the .data of a "
+            "tensor, leave out .data"
+        ),
+    ),
+    (
+        ("assigned to the .data",),
+        (
+            "give what is assigned to the function itself, as in F.linear(x, weight, bias), or capture the parts of "
+            "the model before and after it with rg.trace"
         ),
     ),
     (

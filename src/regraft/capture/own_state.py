@@ -1,18 +1,25 @@
-"""Attributes that a model sets itself as it runs, as Qwen2-VL keeps its `rope_deltas` from one call to the next.
+"""What a model sets itself as it runs, as Qwen2-VL keeps its `rope_deltas` from one call to the next.
 
-A graph for which such an attribute was neither read nor set holds whatever its value is.
+A graph for which such an attribute was neither read nor set holds whatever its value is. Where what one call leaves
+behind makes a difference to the next, there is no graph of it: that of the first call would answer all of them alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from contextlib import ExitStack, contextmanager
+from itertools import chain
+from operator import is_
 from typing import Any
 
 from torch import nn
 
+from regraft.capture.untouched import CONTAINERS
+
 Attribute = tuple[str, str]
 """The path of a module, and the name of an attribute of it."""
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 @contextmanager
@@ -28,6 +35,41 @@ def set_meanwhile(model: nn.Module) -> Iterator[set[Attribute]]:
     for path, module in model.named_modules():
         had = before.get(path, {})
         found.update((path, name) for name, value in vars(module).items() if name in had and value is not had[name])
+
+
+@contextmanager
+def changed_meanwhile(model: nn.Module) -> Iterator[set[str]]:
+    """The names of the attributes, buffers and parameters that are replaced, and of the containers that are filled.
+
+    What is written in place is not among them. Known on leaving.
+
+    Args:
+        model: The model.
+    """
+    before = {path: _held(module) for path, module in model.named_modules()}
+    found: set[str] = set()
+    yield found
+    for path, module in model.named_modules():
+        had, has = before.get(path, {}), _held(module)
+        changed = [name for name in had.keys() | has.keys() if not _same(had.get(name, ()), has.get(name, ()))]
+        found.update(f"{path}.{name}" if path else name for name in changed)
+
+
+def _held(module: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """What a module holds by name; of the containers among it what is in them, one level deep."""
+    own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+    held = {**own, **module._parameters, **module._buffers, **module._modules}
+    return {name: tuple(_contents(value)) for name, value in held.items()}
+
+
+def _contents(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return chain(value.keys(), value.values())
+    return value if isinstance(value, CONTAINERS) else (value,)
+
+
+def _same(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
+    return len(old) == len(new) and all(map(is_, old, new))
 
 
 @contextmanager

@@ -1,14 +1,17 @@
-"""Whether a captured graph is right for the size one, which export never looks at.
+"""Whether a captured graph is right for what export never looks at: the size one, and a second call.
 
 Export takes every axis that varies to be of size two or more, and leaves out what a model does for one: a model that
 asks `if x.shape[0] == 1` is captured without the branch. So the graph and the model are run once on such an input.
 Where they differ in one bit, a call with it is refused.
+
+Export sees one call. A model that keeps something for the next, and computes with it, is run twice.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import random
 from collections.abc import Sequence, Set
 from typing import Any
 
@@ -42,7 +45,7 @@ class Probe:
         """Let axes be of size one where the graph gives what the model gives, bit for bit; it changes constraints."""
         ranges = self.constraints.ranges
         symbols = [symbol for symbol, bounds in ranges.items() if bounds.lower <= 2]
-        if any(leaf.device.type == "meta" for leaf in (*self.call.leaves, *self.model.parameters())):
+        if self._is_meta:
             self.constraints.allow_from(2, symbols)  # nothing can be run: take export's word, "two or more"
             return
         self.constraints.allow_from(1, symbols)
@@ -70,6 +73,21 @@ class Probe:
             return False
         return self._agree(leaves) is True
 
+    def answers_alike(self) -> bool:
+        """Whether the model answers a second time as it did at first, or as the graph does then."""
+        leaves = list(self.call.leaves)
+        if self._is_meta:
+            return True
+        first, second = (_run(self.model, self.model, self.call, leaves, times) for times in (1, 2))
+        if first is None or second is None or _all_equal(first, second):
+            return True
+        given = _run(self.gm, self.model, self.call, leaves, times=2)
+        return given is not None and _all_equal(second, given)
+
+    @property
+    def _is_meta(self) -> bool:
+        return any(leaf.device.type == "meta" for leaf in (*self.call.leaves, *self.model.parameters()))
+
     def _agree(self, leaves: list[torch.Tensor] | None) -> bool | None:
         """Whether the two agree on some inputs; None where the model does not take them, and so promises nothing."""
         if leaves is None:
@@ -84,7 +102,7 @@ class Probe:
         if expected is None:
             return None
         given = _run(self.gm, self.model, self.call, leaves)
-        return given is not None and len(expected) == len(given) and all(map(_equal, expected, given))
+        return given is not None and _all_equal(expected, given)
 
 
 def _groups(ranges: dict[str, Range], symbols: list[str]) -> list[frozenset[str]]:
@@ -129,14 +147,27 @@ def _resized(leaves: Sequence[torch.Tensor], constraints: Constraints, sizes: di
     return resized
 
 
-def _run(module: nn.Module, model: nn.Module, call: Call, leaves: list[torch.Tensor]) -> list[Any] | None:
-    args, kwargs = call.rebuild([leaf.clone() for leaf in leaves])
+def _run(
+    module: nn.Module, model: nn.Module, call: Call, leaves: list[torch.Tensor], times: int = 1
+) -> list[Any] | None:
+    """What the last of some calls gives, each with the same inputs and the same random numbers."""
+    found: list[Any] = []
     try:
         # fx writes about a failing graph to stderr, where nobody is to read of a mere try
         with untouched(model), buffers_restored(model), torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
-            return list(torch_private.tree_leaves(caches.unfold(module(*args, **kwargs))))
+            drawn, python = torch.get_rng_state(), random.getstate()
+            for _ in range(times):
+                torch.set_rng_state(drawn)
+                random.setstate(python)
+                args, kwargs = call.rebuild([leaf.clone() for leaf in leaves])
+                found = list(torch_private.tree_leaves(caches.unfold(module(*args, **kwargs))))
     except Exception:  # whatever a model raises when it does not take this size
         return None
+    return found
+
+
+def _all_equal(left: list[Any], right: list[Any]) -> bool:
+    return len(left) == len(right) and all(map(_equal, left, right))
 
 
 def _equal(left: object, right: object) -> bool:

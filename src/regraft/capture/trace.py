@@ -80,6 +80,12 @@ def capture(model: nn.Module, call: Call, axes: Axes, automatic: bool) -> GraphM
     gm = _assembled(model, call, exported, automatic)
     probe = Probe(model, gm, call, _calling(gm))
     probe.allow_size_one()
+    if exported.changed and not probe.answers_alike():
+        raise CaptureError(
+            f"{type(model).__name__} cannot be captured: it keeps something from one call to the next "
+            f"({', '.join(sorted(exported.changed))}) and computes with it, and a graph would answer each time as it "
+            "does now; keep it in a buffer that is written in place, as in self.count.add_(1), or give and return it"
+        )
     if exported.enlarged and not probe.agrees():
         # what holds for the larger sample does not for this one: take the axes of size one for fixed
         plain: Axes = [

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+# hooks are in ordered dictionaries: a transformers model that is asked for more outputs installs some as it runs
+CONTAINERS = (list, dict, set, OrderedDict, deque)
+"""What a module may collect in as it runs."""
+
 
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Put back, on leaving, everything that running a model can change about it: attributes, buffers, random state.
 
-    Lists, dictionaries and sets that are attributes of a module get their old contents back, one level deep.
+    Lists, dictionaries, sets and deques that are attributes of a module get their old contents back, one level deep.
 
     Args:
         model: the model.
@@ -63,9 +67,7 @@ def _configs(module: nn.Module) -> list[Any]:
 
 
 def _contents(module: nn.Module) -> dict[str, Any]:
-    # hooks are in ordered dictionaries: a transformers model that is asked for more outputs installs some as it runs
-    kinds = (list, dict, set, OrderedDict)
-    return {name: value.copy() for name, value in vars(module).items() if type(value) in kinds}
+    return {name: value.copy() for name, value in vars(module).items() if type(value) in CONTAINERS}
 
 
 def _restore(module: nn.Module, attributes: dict[str, Any], contents: dict[str, Any]) -> None:
@@ -75,8 +77,5 @@ def _restore(module: nn.Module, attributes: dict[str, Any], contents: dict[str, 
     current.update(attributes)
     for name, before in contents.items():
         value = current[name]
-        if type(value) is list:
-            value[:] = before
-        else:
-            value.clear()
-            value.update(before)
+        value.clear()
+        value.extend(before) if isinstance(value, (list, deque)) else value.update(before)

@@ -184,6 +184,8 @@ class Work:
                 self.verdicts[stepper.graph.name] = (
                     f"the original is kept: even the graph alone is off, {worst_sentence(found)}"
                 )
+            elif not stepper.graph.answers_alike():
+                self.verdicts[stepper.graph.name] = "the original is kept: each call of it gives something else"
 
     def _compared(self, stepper: Stepper) -> Verification:
         graph = stepper.graph
