@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -333,6 +334,79 @@ def test_inputs_changed_in_place() -> None:
         assert torch.equal(x, before)
         assert not cache["seen"].any()
     assert "args[0] after the call" in str(verify(changes, keeps, (x, cache)))
+
+
+class Counting(nn.Module):
+    """Writes to buffers as it runs, after it has computed with them."""
+
+    def __init__(self, write: Callable[[Counting], object], name: str = "calls") -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.rand(4) + 1)
+        self.register_buffer(name, torch.rand(4))
+        self.write = (write,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.scale
+        self.write[0](self)
+        return y
+
+
+WRITES: dict[str, Callable[[Any], object]] = {
+    "once": lambda m: m.calls.mul_(m.scale),
+    "replaced": lambda m: setattr(m, "calls", m.calls * m.scale),
+    "twice": lambda m: m.calls.mul_(m.scale).mul_(m.scale),
+    "never": lambda m: None,
+    "slightly off": lambda m: m.calls.mul_(m.scale * 1.0001),
+    "another": lambda m: m.scale.mul_(m.calls),
+}
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "said"),
+    [
+        ("once", "once", None),
+        ("once", "replaced", None),
+        ("never", "never", None),
+        ("once", "twice", "buffer calls after the call"),
+        ("once", "slightly off", "buffer calls after the call"),
+        ("once", "never", "buffer calls is not written to; the reference does so"),
+        ("never", "once", "buffer calls is written to; the reference does not do so"),
+        ("once", "another", "buffer scale is written to; the reference does not do so"),
+    ],
+)
+def test_buffers_that_are_written_to(mine: str, theirs: str, said: str | None) -> None:
+    torch.manual_seed(0)
+    reference, candidate = Counting(WRITES[mine]), Counting(WRITES[theirs])
+    candidate.load_state_dict(reference.state_dict())
+    before = copy.deepcopy(reference.state_dict())
+    for double in (True, False):
+        result = verify(reference, candidate, (torch.randn(3, 4),), float64=double)
+        assert result.ok is (said is None), result
+        assert said is None or said in str(result)
+    for model in (reference, candidate):
+        torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_buffers_of_the_reference_that_a_function_writes_to() -> None:
+    reference = Counting(WRITES["once"])
+
+    def forgets(x: torch.Tensor) -> torch.Tensor:
+        return x * reference.scale
+
+    def changes(x: torch.Tensor) -> torch.Tensor:
+        reference.scale.mul_(2)
+        return reference(x) / 2
+
+    x = torch.randn(3, 4)
+    assert verify(reference, lambda x: reference(x), (x,)).ok
+    assert verify(reference, forgets, (x,)).ok  # it may have a buffer of its own
+    assert "buffer scale is written to" in str(verify(reference, changes, (x,)))
+
+
+def test_buffers_that_the_reference_does_not_have_are_nobodys_business() -> None:
+    reference, candidate = Counting(WRITES["once"]), Counting(lambda m: m.count.add_(1), "count")
+    candidate.scale.copy_(reference.scale)
+    assert verify(reference, candidate, (torch.randn(3, 4),)).ok
 
 
 def test_complex_empty_and_scalar_outputs() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
@@ -14,6 +15,8 @@ from regraft.verify.run import Run
 from regraft.verify.tree import Opaque, Tree, same_class, unsupported
 
 Numbers = dict[str, Measured]
+
+_AFTER = " after the call"
 
 
 def contrast(truth: Truth, candidate: Run, before: Tree, rule: Rule) -> tuple[list[Leaf], list[str], Numbers]:
@@ -32,16 +35,17 @@ def contrast(truth: Truth, candidate: Run, before: Tree, rule: Rule) -> tuple[li
         TypeError: for outputs that cannot be compared (sparse, nested, quantized, meta).
     """
     leaves: list[Leaf] = []
-    problems: list[str] = []
     numbers: Numbers = {}
     others = (truth.exact, truth.coarse, truth.rounded)
     ours, theirs = _changed(before, truth.own.inputs, candidate.inputs)
+    wrote, writes, problems = _written(truth.own, candidate)
     sides = [
         (truth.own.output, candidate.output, [one and one.output for one in others], ""),
-        (ours, theirs, [one and one.inputs for one in others], " after the call"),
+        (ours, theirs, [one and one.inputs for one in others], _AFTER),
+        (wrote, writes, [one and Tree(_named(one.written)) for one in others], _AFTER),
     ]
     for own, other, trees, suffix in sides:
-        problems += _structure(own, other, suffix)
+        problems += _structure(own, other, suffix) if own is not wrote else []
         for name in own.leaves.keys() & other.leaves.keys():
             wanted, found = own.leaves[name], other.leaves[name]
             true, rough, rounded = (tree and tree.leaves.get(name) for tree in trees)
@@ -50,7 +54,7 @@ def contrast(truth: Truth, candidate: Run, before: Tree, rule: Rule) -> tuple[li
             if measured is not None:
                 numbers[leaf.name] = measured
     order = {name: i for i, name in enumerate(own.leaves | dict.fromkeys(truth.own.output.leaves))}
-    leaves.sort(key=lambda leaf: (leaf.name.endswith(" after the call"), order.get(leaf.name, 0)))
+    leaves.sort(key=lambda leaf: (leaf.name.endswith(_AFTER), order.get(leaf.name, 0)))
     return leaves, problems, numbers
 
 
@@ -93,6 +97,22 @@ def _changed(before: Tree, own: Tree, other: Tree) -> tuple[Tree, Tree]:
     }
     kept = [{n: v for n, v in tree.leaves.items() if n not in same} for tree in (own, other)]
     return Tree(kept[0], dict(own.containers)), Tree(kept[1], dict(other.containers))
+
+
+def _written(own: Run, candidate: Run) -> tuple[Tree, Tree, list[str]]:
+    """The buffers that both sides wrote to, and which one alone did, of those that both are known to have.
+
+    Of a candidate that is a function nobody knows which it has; what it writes to of the reference's own is seen.
+    """
+    mine = {name: value for name, value in own.written.items() if name in candidate.buffers | candidate.written.keys()}
+    theirs = {name: value for name, value in candidate.written.items() if name in own.buffers}
+    problems = [f"buffer {name} is not written to; the reference does so" for name in mine if name not in theirs]
+    problems += [f"buffer {name} is written to; the reference does not do so" for name in theirs if name not in mine]
+    return Tree(_named(mine)), Tree(_named(theirs)), problems
+
+
+def _named(buffers: Mapping[str, torch.Tensor]) -> dict[str, object]:
+    return {f"buffer {name}": value for name, value in buffers.items()}
 
 
 def _identical(one: object, other: object) -> bool:

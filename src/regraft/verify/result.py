@@ -13,10 +13,11 @@ from regraft.core.errors import VerificationError
 
 @dataclass(frozen=True)
 class Leaf:
-    """One output, or one input after the call, compared.
+    """One output, or one input or buffer after the call, compared.
 
     Args:
-        name: Such as `output.logits` or `output[0]`; `args[0] after the call` for an input changed in place.
+        name: Such as `output.logits` or `output[0]`; `args[0] after the call` for an input changed in place, and
+            `buffer mean after the call` for a buffer.
         ok: Whether it is right.
         dtype: The reference's; the class of a value that is not a tensor.
         shape: The reference's.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,12 +19,23 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Run:
-    """What one call gave back, and what it made of its inputs."""
+    """What one call gave back, and what it made of its inputs and of buffers.
+
+    Args:
+        output: What it returned.
+        inputs: Its inputs, after it.
+        random: Whether it drew random numbers.
+        error: What it raised.
+        written: The buffers whose values it changed, after it, by name.
+        buffers: The names of all buffers that the model has; none of what is no module.
+    """
 
     output: Tree
     inputs: Tree
     random: bool
     error: Exception | None = None
+    written: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: Set[str] = frozenset()
 
 
 def run(
@@ -56,7 +67,7 @@ def run(
     True
     """
     args, kwargs = inputs_in_precision(inputs, dtype)
-    with torch.no_grad(), _seeded(seed) as drawn, _buffers_kept(model), _buffers_kept(beside):
+    with torch.no_grad(), _seeded(seed) as drawn, _buffers_kept(model) as own, _buffers_kept(beside) as others:
         try:
             with mode():
                 value = model(*args, **kwargs)
@@ -64,7 +75,9 @@ def run(
             return Run(Tree(), Tree(), random=False, error=error)
         output = tree_of(value)
         _detach_from_buffers(output, model)
-        return Run(output, inputs_tree(args, kwargs), random=drawn())
+        written = {buffer.name: buffer.now.clone() for buffer in (*others, *own) if buffer.is_written}
+        names = frozenset(buffer.name for buffer in own)
+        return Run(output, inputs_tree(args, kwargs), drawn(), None, written, names)
 
 
 def inputs_tree(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
@@ -94,26 +107,47 @@ def _random_states(cuda: list[int]) -> list[torch.Tensor]:
     return [torch.random.get_rng_state(), *(torch.cuda.get_rng_state(i) for i in cuda)]
 
 
+@dataclass(frozen=True)
+class _Buffer:
+    """A buffer, where it is, and the values that it had."""
+
+    owner: nn.Module
+    path: str
+    key: str
+    buffer: torch.Tensor
+    values: torch.Tensor
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}.{self.key}" if self.path else self.key
+
+    @property
+    def now(self) -> torch.Tensor:
+        held = self.owner._buffers.get(self.key)
+        return self.buffer if held is None else held
+
+    @property
+    def is_written(self) -> bool:
+        # By value: native batch norm writes its statistics without raising the tensor's version.
+        return not torch.equal(self.now, self.values)
+
+
 @contextmanager
-def _buffers_kept(model: Callable[..., Any] | None) -> Iterator[None]:
-    if not isinstance(model, nn.Module):
-        yield
-        return
+def _buffers_kept(model: Callable[..., Any] | None) -> Iterator[list[_Buffer]]:
     kept = [
-        (owner, name, buffer, buffer.clone())
-        for owner in model.modules()
-        for name, buffer in owner._buffers.items()
+        _Buffer(owner, path, key, buffer, buffer.clone())
+        for path, owner in (model.named_modules() if isinstance(model, nn.Module) else ())
+        for key, buffer in owner._buffers.items()
         if buffer is not None and unsupported(buffer) is None
     ]
     try:
-        yield
+        yield kept
     finally:
-        for owner, name, buffer, values in kept:
-            owner._buffers[name] = buffer
-            # By value: native batch norm writes its statistics without raising the tensor's version.
-            if not torch.equal(buffer, values):
+        for each in kept:
+            each.owner._buffers[each.key] = each.buffer
+            if each.is_written:
                 with torch.no_grad():
-                    buffer.copy_(values)
+                    each.buffer.copy_(each.values)
 
 
 def _detach_from_buffers(output: Tree, model: Callable[..., Any]) -> None:

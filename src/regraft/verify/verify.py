@@ -50,7 +50,7 @@ def verify(
     at most twice what the reference is off (three times in half precision, and what one rounding of its weights does),
     plus a few units in the last place; `regraft.verify.compare` has the formula and its reasons. Integers, booleans and
     other values must be equal. Classes, dtypes, shapes, devices and the places of NaN and infinities must agree, and so
-    must inputs that the call changes.
+    must inputs that the call changes, and buffers that it writes to, where both have one of that name.
 
     Inputs of the sample's sizes with other values are tried too: a candidate that has a number of the sample's in it
     is right on the sample. So are inputs of other sizes, where shapes of the candidate (or else the reference) are
