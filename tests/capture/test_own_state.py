@@ -13,7 +13,11 @@ from torch import Tensor, nn
 
 from regraft import CaptureError, optimize
 from regraft.capture import trace
+from regraft.capture.codegen import CallingCodeGen
 from regraft.capture.own_state import changed_meanwhile, set_meanwhile, used_meanwhile
+from regraft.capture.probing import Probe
+from regraft.capture.signature import take_apart
+from regraft.core.fx_private import codegen_of
 
 
 class Counting(nn.Module):
@@ -208,8 +212,17 @@ def test_what_makes_no_difference_to_the_graph_is_captured(name: str) -> None:
         torch.testing.assert_close(gm(x + seed), expected, rtol=0, atol=0)
 
 
+def test_a_model_that_answers_alike_is_not_asked_what_its_graph_does() -> None:
+    model, other, x = Keeping(None, _noted).eval(), Keeping(None, _noted).eval(), torch.randn(3, 4)
+    gm = trace(other, (x,))
+    codegen = codegen_of(gm.graph)
+    assert isinstance(codegen, CallingCodeGen)
+    assert Probe(model, gm, take_apart(model, (x,), {}), codegen.calling).answers_alike()
+
+
 def test_without_values_nothing_is_run_twice() -> None:
     model = Keeping(0, _counted).to("meta").eval()
+    del model.level
     gm = trace(model, (torch.randn(3, 4, device="meta"),))
     assert gm(torch.randn(3, 4, device="meta")).is_meta
 

@@ -387,6 +387,24 @@ def test_buffers_that_are_written_to(mine: str, theirs: str, said: str | None) -
         torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
+def test_a_buffer_of_a_part_is_compared_with_its_own() -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(*(Counting(WRITES["once"]) for _ in range(2)))
+    candidate = nn.Sequential(Counting(WRITES["once"]), Counting(WRITES["never"]))
+    candidate.load_state_dict(reference.state_dict())
+    found = verify(reference, candidate, (torch.randn(3, 4),))
+    assert found.cases[0].problems == ("buffer 1.calls is not written to; the reference does so",)
+
+
+def test_a_buffer_may_be_as_far_off_as_the_reference_is_itself() -> None:
+    torch.manual_seed(0)
+    reference = Counting(lambda m: m.calls.add_(1048576.3).sub_(1048576.3))
+    candidate = Counting(lambda m: m.calls.add_(1048576.7).sub_(1048576.7))
+    candidate.load_state_dict(reference.state_dict())
+    for double in (True, False):
+        assert verify(reference, candidate, (torch.randn(3, 4),), float64=double).ok is double
+
+
 def test_buffers_of_the_reference_that_a_function_writes_to() -> None:
     reference = Counting(WRITES["once"])
 

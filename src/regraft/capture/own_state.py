@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Set
 from contextlib import ExitStack, contextmanager
-from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -64,7 +63,7 @@ def _held(module: nn.Module) -> dict[str, tuple[Any, ...]]:
 
 def _contents(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
-        return chain(value.keys(), value.values())
+        return value.values()
     return value if isinstance(value, CONTAINERS) else (value,)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import random
 from collections.abc import Sequence, Set
 from typing import Any
 
@@ -150,15 +149,12 @@ def _resized(leaves: Sequence[torch.Tensor], constraints: Constraints, sizes: di
 def _run(
     module: nn.Module, model: nn.Module, call: Call, leaves: list[torch.Tensor], times: int = 1
 ) -> list[Any] | None:
-    """What the last of some calls gives, each with the same inputs and the same random numbers."""
+    """What the last of some calls with the same inputs gives."""
     found: list[Any] = []
     try:
         # fx writes about a failing graph to stderr, where nobody is to read of a mere try
         with untouched(model), buffers_restored(model), torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
-            drawn, python = torch.get_rng_state(), random.getstate()
             for _ in range(times):
-                torch.set_rng_state(drawn)
-                random.setstate(python)
                 args, kwargs = call.rebuild([leaf.clone() for leaf in leaves])
                 found = list(torch_private.tree_leaves(caches.unfold(module(*args, **kwargs))))
     except Exception:  # whatever a model raises when it does not take this size
