@@ -398,8 +398,8 @@ def test_a_buffer_of_a_part_is_compared_with_its_own() -> None:
 
 def test_a_buffer_may_be_as_far_off_as_the_reference_is_itself() -> None:
     torch.manual_seed(0)
-    reference = Counting(lambda m: m.calls.add_(1024.0).sub_(1024.0))
-    candidate = Counting(lambda m: m.calls.add_(512.0).sub_(512.0))
+    reference = Counting(lambda m: m.calls.mul_(2).add_(1024.0).sub_(1024.0))
+    candidate = Counting(lambda m: m.calls.mul_(2).add_(512.0).sub_(512.0))
     candidate.load_state_dict(reference.state_dict())
     for double in (True, False):
         assert verify(reference, candidate, (torch.randn(3, 4),), float64=double).ok is double
