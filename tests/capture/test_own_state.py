@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,6 +101,8 @@ def test_what_its_class_has_too_counts_as_asked() -> None:
 class Keeping(nn.Module):
     """A layer, and a forward that is given; what it keeps is `kept`."""
 
+    calls = 0
+
     def __init__(self, kept: object, function: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
@@ -141,6 +144,16 @@ def _entered(m: Any, y: Tensor) -> Tensor:
     return y + m.kept["sum"]
 
 
+def _in_an_object(m: Any, y: Tensor) -> Tensor:
+    m.kept.sum = m.kept.sum + y.mean(0)
+    return y + m.kept.sum
+
+
+def _in_the_class(m: Any, y: Tensor) -> Tensor:
+    type(m).calls += 1
+    return y / type(m).calls
+
+
 CARRYING: dict[str, tuple[str, Callable[[], Keeping]]] = {
     "a buffer that is replaced": ("level", lambda: Keeping(None, _replaced_buffer)),
     "a parameter that is replaced": ("layer.bias", lambda: Keeping(None, _replaced_parameter)),
@@ -149,6 +162,8 @@ CARRYING: dict[str, tuple[str, Callable[[], Keeping]]] = {
     "a list": ("kept", lambda: Keeping([], _appended)),
     "a deque": ("kept", lambda: Keeping(deque(), _appended)),
     "a dictionary": ("kept", lambda: Keeping({"sum": torch.zeros(4)}, _entered)),
+    "an object": ("kept", lambda: Keeping(SimpleNamespace(sum=torch.zeros(4)), _in_an_object)),
+    "its class": (r"Keeping\.calls", lambda: Keeping(None, _in_the_class)),
 }
 
 

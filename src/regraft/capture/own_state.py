@@ -6,19 +6,17 @@ behind makes a difference to the next, there is no graph of it: that of the firs
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterator, Set
 from contextlib import ExitStack, contextmanager
-from operator import is_
+from itertools import chain
 from typing import Any
 
 from torch import nn
 
-from regraft.capture.untouched import CONTAINERS
+from regraft.capture.holders import holders
 
 Attribute = tuple[str, str]
 """The path of a module, and the name of an attribute of it."""
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 @contextmanager
@@ -45,30 +43,10 @@ def changed_meanwhile(model: nn.Module) -> Iterator[set[str]]:
     Args:
         model: The model.
     """
-    before = {path: _held(module) for path, module in model.named_modules()}
+    before = holders(model)
     found: set[str] = set()
     yield found
-    for path, module in model.named_modules():
-        had, has = before.get(path, {}), _held(module)
-        changed = [name for name in had.keys() | has.keys() if not _same(had.get(name, ()), has.get(name, ()))]
-        found.update(f"{path}.{name}" if path else name for name in changed)
-
-
-def _held(module: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """What a module holds by name; of the containers among it what is in them, one level deep."""
-    own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
-    held = {**own, **module._parameters, **module._buffers, **module._modules}
-    return {name: tuple(_contents(value)) for name, value in held.items()}
-
-
-def _contents(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, CONTAINERS) else (value,)
-
-
-def _same(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
-    return len(old) == len(new) and all(map(is_, old, new))
+    found.update(chain.from_iterable(holder.changed() for holder in before))
 
 
 @contextmanager
