@@ -57,8 +57,8 @@ def verify(
     dynamic; where the sample takes seconds, of fewer rows, not of more. Where the reference cannot run in float64, the
     result notes why, and the candidate is held to a fixed bound instead.
 
-    Neither model, nor the inputs, nor any random generator is changed. A float64 copy of the reference exists while
-    this runs.
+    Neither model, nor the inputs, nor any random generator is changed, but for what a model itself sets on it as it
+    runs, other than buffers. A float64 copy of the reference exists while this runs.
 
     Args:
         reference: What is right: a module, a graph module, an `ExportedProgram` or any callable. An `Oracle` of one
