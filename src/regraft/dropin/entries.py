@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,7 @@ class Entry:
 
     Attributes:
         fills: Whether a cache that is given can be filled from its result, as far as is known.
+        finite: The arguments in which a NaN would be lost, and whether to look for infinities there, too.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Entry:
         self.names = tuple(slot.name for slot in self.form)
         self.engine: Any = None
         self.fills = True
+        self.finite: Mapping[str, bool] = {}
         codegen = codegen_of(gm.graph)
         self._calling = codegen.calling if isinstance(codegen, CallingCodeGen) else None
 
@@ -108,8 +111,20 @@ class Entry:
 
         Raises:
             TypeError: The graph does not hold for these sizes or constants.
+            ValueError: An argument is not finite that has to be.
         """
+        for name, strictly in self.finite.items():
+            _expect_finite(name, call[name], strictly)
         return self.gm.forward(**call) if self.engine is None else self.engine(call, unchanged)
+
+
+def _expect_finite(name: str, value: Tensor, strictly: bool) -> None:
+    total = value.sum()  # which reads it once, and is seldom infinite where nothing in it is
+    if math.isfinite(total.item()):
+        return
+    if value.isnan().any() or (strictly and not value.isfinite().all()):
+        broken = "a NaN or an infinity" if strictly else "a NaN"
+        raise ValueError(f"{name} has {broken}, which a kernel of the graph would turn into a number")
 
 
 def _slot(name: str, value: Any) -> Slot:

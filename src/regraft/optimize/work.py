@@ -17,6 +17,7 @@ from regraft.core.transformation import Transformation
 from regraft.dropin import Entry, Grafts, Reader, make_dropin, without_grafts
 from regraft.optimize import saving
 from regraft.optimize.engines import PAIRS, adopt_engine, pause_after
+from regraft.optimize.finite import must_be_finite
 from regraft.optimize.graphs import Graph
 from regraft.optimize.presets import OTHER_KERNELS, PACKING
 from regraft.optimize.progress import Progress
@@ -220,6 +221,7 @@ class Work:
             if graph.name in self.verdicts:
                 continue
             self.progress.next(f"{graph.name}: measuring")
+            self.entries[graph.name].finite = must_be_finite(graph, self.entries[graph.name])
             runs = self.engines[graph.name].engine if graph.name in self.engines else "torch"
             known = graph.seconds if self.verified else 0.0  # else the original has not run yet
             settings = {**clock(self.seconds, pause_after(runs), known), "min_pairs": PAIRS}

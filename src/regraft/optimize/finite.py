@@ -1,0 +1,48 @@
+"""Which arguments have to be finite, since a kernel would make a number of a NaN.
+
+torch's ReLU of NaN is NaN. That of oneDNN, alone or at the end of a convolution or a linear layer, is 0, as is what it
+cuts off by limits: a result that says that an input was broken would become one that says nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from regraft.dropin import Entry
+from regraft.optimize.graphs import Graph
+from regraft.verify.tree import tree_of
+
+
+def must_be_finite(graph: Graph, entry: Entry) -> dict[str, bool]:
+    """The arguments of which a NaN reaches the original's result and not that of the graph, or of its engine.
+
+    Args:
+        graph: The graph.
+        entry: What runs it.
+
+    Returns:
+        For each whether infinities are to be looked for as well: not where the example has some, as masks do.
+    """
+    found: dict[str, bool] = {}
+    reader = graph.reader
+    if reader is None or graph.cache is not None:
+        return found
+    for name, value in graph.call.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
+            spoiled = {**graph.call, name: torch.full_like(value, torch.nan)}
+            args, kwargs = reader.apart(spoiled)
+            if _nans(entry.run, spoiled) != _nans(graph.reference, *args, **kwargs):
+                found[name] = bool(value.isfinite().all())
+    return found
+
+
+def _nans(run: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, bool] | None:
+    """Which tensors of a result have one; None where there is no result, because a model refuses what is broken."""
+    try:
+        with torch.no_grad():
+            return {name: bool(value.isnan().any()) for name, value in tree_of(run(*args, **kwargs)).tensors()}
+    except Exception:  # whatever a model raises
+        return None

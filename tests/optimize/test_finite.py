@@ -1,0 +1,131 @@
+"""An input that is broken gives a result that is: kernels that make a number of a NaN are not given one."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from regraft.dropin import grafts_of
+from regraft.optimize import optimize
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "hardtanh": F.hardtanh,
+    "hardsigmoid": F.hardsigmoid,
+    "clamp": lambda x: x.clamp(-1, 1),
+    "gelu": F.gelu,
+    "silu": F.silu,
+}
+
+
+class Image(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(8, 16, 3, padding=1), nn.Conv2d(16, 16, 1)
+        self.function = (function,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.function[0](self.first(x)))
+        return y
+
+
+class Rows(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.function = (function,)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y: Tensor = self.function[0](self.first(x))
+        if mask is not None:
+            y = y * (mask + (x @ x.transpose(-1, -2))).softmax(-1).sum(-1, keepdim=True)
+        return self.function[0](self.second(y))
+
+
+def dropin(model: nn.Module, *inputs: Tensor, **settings: object) -> nn.Module:
+    return optimize(model.eval(), inputs, seconds=0.01, keep="all", **settings).model
+
+
+def finite(model: nn.Module) -> dict[str, bool]:
+    return dict(grafts_of(model).entries[0].finite)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("engine", ["eager", "onednn"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_is_no_number_stays_none(name: str, engine: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for model, x in ((Image(FUNCTIONS[name]), torch.randn(1, 8, 6, 6)), (Rows(FUNCTIONS[name]), torch.randn(4, 32))):
+        model, x = model.to(dtype), x.to(dtype)
+        served = dropin(model, x, engine=engine)
+        for value in (math.nan, math.inf, -math.inf):
+            broken = x.clone()
+            broken[..., 0, 0] = value
+            with torch.no_grad():
+                found, expected = served(broken), model(broken)
+                assert torch.equal(found.isnan(), expected.isnan())
+                assert torch.equal(found.isinf(), expected.isinf())
+        before = grafts_of(served).calls["forward"]
+        with torch.no_grad():
+            assert served(x).isfinite().all()
+        assert grafts_of(served).calls["forward"] == before + 1  # what is whole the graph runs
+
+
+def test_a_model_whose_kernels_keep_a_nan_is_not_asked() -> None:
+    served = dropin(Image(F.gelu), torch.randn(1, 8, 6, 6), engine="onednn")
+    assert not finite(served)
+
+
+def test_what_is_lost_is_looked_for_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.randn(1, 8, 6, 6)
+    served = dropin(Image(F.relu), x, engine="onednn")
+    assert finite(served) == {"x": True}
+    copied = copy.deepcopy(served)
+    assert finite(copied) == {"x": True}
+    with torch.no_grad():
+        for _ in range(3):
+            assert served(x * math.nan).isnan().all()
+    (said,) = [record.getMessage() for record in caplog.records if "NaN" in record.getMessage()]
+    assert "forward runs for (x: float32 of 4 axes on cpu): x has a NaN or an infinity, which a kernel" in said
+
+
+def test_large_numbers_are_numbers() -> None:
+    x = torch.randn(1, 8, 6, 6)
+    served = dropin(Image(F.relu), x, engine="onednn")
+    before = grafts_of(served).calls["forward"]
+    with torch.no_grad():
+        served(torch.full_like(x, 3e38))  # their sum is none
+    assert grafts_of(served).calls["forward"] == before + 1
+
+
+def test_infinities_that_the_example_has_are_taken() -> None:
+    x, mask = torch.randn(4, 32), torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), -math.inf)
+    model = Rows(F.relu)
+    served = dropin(model, x, mask, engine="onednn")
+    assert finite(served) == {"x": True, "mask": False}
+    before = grafts_of(served).calls["forward"]
+    with torch.no_grad():
+        torch.testing.assert_close(served(x, mask), model(x, mask))
+        assert grafts_of(served).calls["forward"] == before + 1
+        assert torch.equal(served(x, mask * math.nan).isnan(), model(x, mask * math.nan).isnan())
+
+
+class Strict(Rows):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if not torch.compiler.is_compiling() and x.isnan().any():
+            raise ArithmeticError("a NaN")
+        return super().forward(x, mask)
+
+
+def test_a_model_that_refuses_a_nan_still_does() -> None:
+    x = torch.randn(4, 32)
+    served = dropin(Strict(F.gelu), x, engine="onednn")
+    with torch.no_grad(), pytest.raises(ArithmeticError):
+        served(x * math.nan)
