@@ -66,6 +66,7 @@ MAKES: dict[str, tuple[Callable[[], object], Callable[[Part, Tensor], object]]] 
     "set": (lambda: {1}, lambda m, y: m.kept.add(y)),
     "dictionary": (lambda: {"a": 1}, lambda m, y: m.kept.update(a=y)),
     "a new key": (lambda: {"a": 1}, lambda m, y: m.kept.update(b=y)),
+    "another key": (lambda: {"a": None}, lambda m, y: m.kept.update(b=m.kept.pop("a"))),
     "ordered dictionary": (lambda: OrderedDict(a=1), lambda m, y: m.kept.update(a=y)),
     "default dictionary": (lambda: defaultdict(list), lambda m, y: m.kept["a"].append(y)),
     "its own list": (lambda: Own([1]), lambda m, y: m.kept.append(y)),
@@ -141,6 +142,25 @@ def test_what_refers_to_itself_and_what_is_far_away() -> None:
     whats = {id(holder.what) for holder in holders(model)}
     assert id(model.kept[-1][0][0]) in whats
     assert id(deep) not in whats
+
+
+def test_what_is_no_state_is_let_alone() -> None:
+    values = [nn.Linear(1, 1), torch.zeros(1), Part, torch, torch.fx.Graph(), picture]
+    whats = {id(holder.what) for holder in holders(nn.Sequential())}
+    model = nn.Sequential()
+    model.kept = values  # type: ignore[assignment]
+    assert {id(holder.what) for holder in holders(model)} - whats >= {id(values)}
+    assert not {id(holder.what) for holder in holders(model)} & set(map(id, values))
+
+
+def test_a_class_above_is_put_back() -> None:
+    class Below(Part):
+        pass
+
+    model = Below()
+    with untouched(model):
+        Part.seen = 1
+    assert Part.seen is None
 
 
 def test_what_nobody_touched_is_not_written_to() -> None:

@@ -78,6 +78,28 @@ def test_what_is_no_number_stays_none(name: str, engine: str, dtype: torch.dtype
         assert grafts_of(served).calls["forward"] == before + 1  # what is whole the graph runs
 
 
+class Beside(Image):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([super().forward(x), x], 1)
+
+
+class Words(Rows):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(function)
+        self.table = nn.Embedding(50, 32)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(self.table(x), mask)
+
+
+def test_what_a_part_of_the_result_loses() -> None:
+    assert finite(dropin(Beside(F.relu), torch.randn(1, 8, 6, 6), engine="onednn")) == {"x": True}
+
+
+def test_whole_numbers_are_not_asked() -> None:
+    assert not finite(dropin(Words(F.relu), torch.randint(50, (2, 5)), engine="onednn"))
+
+
 def test_a_model_whose_kernels_keep_a_nan_is_not_asked() -> None:
     served = dropin(Image(F.gelu), torch.randn(1, 8, 6, 6), engine="onednn")
     assert not finite(served)

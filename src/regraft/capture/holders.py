@@ -44,7 +44,7 @@ class Holder:
     def restore(self) -> None:
         """Give it what it held, where that is not what it holds."""
         now = _held(self.what)
-        if list(_keys(now)) == list(_keys(self.held)) and _same(_values(self.held), _values(now)):
+        if _same(self.held, now):
             return
         if isinstance(self.what, type):
             for name in now.keys() - self.held.keys():
@@ -65,7 +65,7 @@ class Holder:
                 name for name in self.held.keys() | now.keys() if self.held.get(name, self) is not now.get(name, self)
             ]
             yield from (f"{self.name}.{name}" if self.name else name for name in names)
-        elif self.name is not None and not _same(_values(self.held), _values(now)):
+        elif self.name is not None and not _same(self.held, now):
             yield self.name
 
 
@@ -122,15 +122,13 @@ def _held(what: Any) -> Any:
     return dict(vars(what))
 
 
-def _keys(value: Any) -> Iterable[Any]:
-    return value.keys() if isinstance(value, dict) else ()
-
-
 def _values(value: Any) -> Iterable[Any]:
     content: Iterable[Any] = value if isinstance(value, (*_CONTAINERS, tuple)) else vars(value)
     return content.values() if isinstance(content, dict) else content
 
 
-def _same(old: Iterable[Any], new: Iterable[Any]) -> bool:
-    one, other = list(old), list(new)
-    return len(one) == len(other) and all(map(is_, one, other))
+def _same(old: Any, new: Any) -> bool:
+    """Whether two copies of what something held have the same objects in them, by the same names in the same order."""
+    if isinstance(old, dict) and list(old) != list(new):
+        return False
+    return len(old) == len(new) and all(map(is_, _values(old), _values(new)))

@@ -31,18 +31,19 @@ def must_be_finite(graph: Graph, entry: Entry) -> dict[str, bool]:
     if reader is None or graph.cache is not None:
         return found
     for name, value in graph.call.items():
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
             spoiled = {**graph.call, name: torch.full_like(value, torch.nan)}
             args, kwargs = reader.apart(spoiled)
-            if _nans(entry.run, spoiled) != _nans(graph.reference, *args, **kwargs):
+            ours, theirs = _nans(entry.run, spoiled), _nans(graph.reference, *args, **kwargs)
+            if ours.keys() != theirs.keys() or not all(torch.equal(ours[output], theirs[output]) for output in ours):
                 found[name] = bool(value.isfinite().all())
     return found
 
 
-def _nans(run: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, bool] | None:
-    """Which tensors of a result have one; None where there is no result, because a model refuses what is broken."""
+def _nans(run: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+    """Where the tensors of a result have one; nothing of a model that refuses what is broken."""
     try:
         with torch.no_grad():
-            return {name: bool(value.isnan().any()) for name, value in tree_of(run(*args, **kwargs)).tensors()}
+            return {name: value.isnan() for name, value in tree_of(run(*args, **kwargs)).tensors()}
     except Exception:  # whatever a model raises
-        return None
+        return {}
