@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -145,7 +146,11 @@ def test_what_refers_to_itself_and_what_is_far_away() -> None:
 
 
 def test_what_is_no_state_is_let_alone() -> None:
-    values = [nn.Linear(1, 1), torch.zeros(1), Part, torch, torch.fx.Graph(), picture]
+    class Made(type):
+        pass
+
+    Color = enum.Enum("Color", ["RED"])
+    values = [torch.zeros(1), Part, Part(), Made("Class", (), {}), Color.RED, torch, torch.fx.Graph(), picture]
     whats = {id(holder.what) for holder in holders(nn.Sequential())}
     model = nn.Sequential()
     model.kept = values  # type: ignore[assignment]

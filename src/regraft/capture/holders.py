@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import types
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,10 +13,7 @@ import torch
 from torch import nn
 
 _CONTAINERS = (OrderedDict, dict, list, set, deque)  # the first of which something is one, is what it is taken for
-_KEEPS_NOTHING = (
-    *(nn.Module, torch.Tensor, type, enum.Enum, types.ModuleType),
-    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType),
-)
+_KEEPS_NOTHING = (nn.Module, torch.Tensor, type, enum.Enum)  # what else is not of a model has a class of Python's own
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _BY_NAME = ("_parameters", "_buffers", "_modules")
 _DEEPEST = 4
