@@ -139,6 +139,18 @@ def test_infinities_that_the_example_has_are_taken() -> None:
         assert torch.equal(served(x, mask * math.nan).isnan(), model(x, mask * math.nan).isnan())
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_other_sizes_than_the_engines_keep_it_too(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = Image(FUNCTIONS[name]), torch.randn(1, 8, 6, 6)
+    served = dropin(model, x, engine="onednn", dynamic_shapes="auto")
+    for size in (1, 3):
+        broken = x.repeat(size, 1, 1, 1)
+        broken[..., 0, 0] = math.nan
+        with torch.no_grad():
+            assert torch.equal(served(broken).isnan(), model(broken).isnan())
+
+
 class Strict(Rows):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if not torch.compiler.is_compiling() and x.isnan().any():

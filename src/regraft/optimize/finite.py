@@ -19,6 +19,9 @@ from regraft.verify.tree import tree_of
 def must_be_finite(graph: Graph, entry: Entry) -> dict[str, bool]:
     """The arguments of which a NaN reaches the original's result and not that of the graph, or of its engine.
 
+    Both are tried: an engine of one size leaves other sizes to the graph, whose kernels are not the engine's.
+    Tensors in lists, dictionaries and caches are not looked at.
+
     Args:
         graph: The graph.
         entry: What runs it.
@@ -34,10 +37,17 @@ def must_be_finite(graph: Graph, entry: Entry) -> dict[str, bool]:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             spoiled = {**graph.call, name: torch.full_like(value, torch.nan)}
             args, kwargs = reader.apart(spoiled)
-            ours, theirs = _nans(entry.run, spoiled), _nans(graph.reference, *args, **kwargs)
-            if ours.keys() != theirs.keys() or not all(torch.equal(ours[output], theirs[output]) for output in ours):
+            expected = _nans(graph.reference, *args, **kwargs)
+            runs = [_nans(entry.run, spoiled)]
+            if entry.engine is not None:
+                runs.append(_nans(entry.gm.forward, **spoiled))
+            if not all(_alike(each, expected) for each in runs):
                 found[name] = bool(value.isfinite().all())
     return found
+
+
+def _alike(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def _nans(run: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
