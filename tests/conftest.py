@@ -1,4 +1,7 @@
-"""What every test starts from: no network, one thread per worker, the same random numbers each time."""
+"""What every test starts from: no network, one thread per worker, the same random numbers each time.
+
+`REGRAFT_SEED=1 make test` draws others.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ import torch
 
 UNDER_XDIST = "PYTEST_XDIST_WORKER" in os.environ
 FUZZ_EXAMPLES = int(os.environ.get("REGRAFT_FUZZ", "0"))
+SEED = int(os.environ.get("REGRAFT_SEED", "0"))
 
 if UNDER_XDIST:
     torch.set_num_threads(1)
@@ -34,10 +38,28 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("fuzz" if FUZZ_EXAMPLES else "test")
 
 
+def _seed(stage: int) -> None:
+    """Another number for each stage: what a test draws is not to equal the weights it found there."""
+    random.seed(1000 * SEED + stage)
+    torch.manual_seed(1000 * SEED + stage)
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Before a module is imported, for what it draws then: torch begins with another seed in each process."""
+    if isinstance(collector, pytest.Module):
+        _seed(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> None:
+    """Before what several tests share is made: it comes before the fixture below."""
+    if fixturedef.scope != "function":
+        _seed(2)
+
+
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> None:
-    random.seed(0)
-    torch.manual_seed(0)
+    _seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -71,13 +71,18 @@ def calls(module: nn.Module, x: Tensor) -> set[str]:
 @pytest.mark.parametrize("name", NORMS)
 def test_an_instance_norm_is_the_same(name: str, batch: int, layout: torch.memory_format, dtype: torch.dtype) -> None:
     module = nn.Sequential(copy.deepcopy(NORMS[name])).to(dtype)
+    program = built(module, torch.randn(batch, 6, 9, 7).to(dtype, memory_format=layout))
     for mean in (0, 100):  # of which the mean of the squares would be wrong
-        x = (torch.randn(batch, 6, 9, 7) + mean).to(dtype, memory_format=layout)
-        (result,) = built(module, x)([x])
-        assert result.dtype == dtype
-        expected = exact(module, x)
-        error, own = ((given.double() - expected).abs().max() for given in (result, module(x)))
-        assert error <= 4 * own + 1e-6
+        errors = []
+        # of many: how well the mean of one channel is rounded is luck, torch's and ours
+        for x in (torch.randn(20, batch, 6, 9, 7) + mean).to(dtype):
+            x = x.to(memory_format=layout)
+            (result,) = program([x])
+            assert result.dtype == dtype
+            expected = exact(module, x)
+            errors.append([(given.double() - expected).square().mean() for given in (result, module(x))])
+        error, own = torch.tensor(errors).mean(0).sqrt()
+        assert error <= 3 * own
         assert own < 1e-3 or dtype == torch.bfloat16
 
 
