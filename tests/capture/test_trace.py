@@ -682,6 +682,81 @@ def test_what_cannot_be_captured_names_the_line(capture: Any) -> None:
     assert caught.value.__cause__ is not None
 
 
+@pytest.fixture
+def exports(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The sizes of the sample that each export is given."""
+    seen, export = [], torch.export.export
+
+    def noted(model: nn.Module, args: tuple[Tensor, ...], **options: Any) -> Any:
+        seen.append(args[0].shape)
+        return export(model, args, **options)
+
+    monkeypatch.setattr(torch.export, "export", noted)
+    return seen
+
+
+def test_a_decision_by_value_is_not_tried_over_and_over(exports: list[Any]) -> None:
+    with pytest.raises(CaptureError, match="by the value of a tensor"):
+        trace(Opaque(), (torch.randn(1, 3),), dynamic_shapes="auto")
+    # as it is, with a larger sample and this one; in the other way; then with sizes that are fixed, in both
+    assert exports == [(2, 3), (1, 3), (2, 3), (1, 3), (1, 3)]
+
+
+class DecidesOnlyOfSome(nn.Module):
+    """Of several in the one line, of one in the other, which the second way to export does not reach."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] > 1:
+            if x.sum() > 0:
+                return x
+        elif torch.backends.mha.get_fastpath_enabled() and x.sum() > 0:
+            return x
+        return x + 1
+
+
+def test_where_samples_stop_at_different_lines_each_is_tried_in_each_way(exports: list[Any]) -> None:
+    x = -torch.rand(1, 3)
+    gm = trace(DecidesOnlyOfSome(), (x,), dynamic_shapes="auto")
+    assert torch.equal(gm(x), x + 1)
+    assert exports == [(2, 3), (1, 3), (2, 3), (1, 3)]
+
+
+class DecidesBySize(nn.Module):
+    """That a number of at most 11 is not above 12 can be told where the size is fixed."""
+
+    def __init__(self, axis: int) -> None:
+        super().__init__()
+        self.axis = axis
+
+    def forward(self, x: Tensor, count: Tensor) -> Tensor:
+        number = count.item()
+        torch._check(number >= 0)
+        torch._check(number <= 11)
+        return x + 1 if number <= x.shape[self.axis] else x + 2
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_size_that_decides_with_a_value_is_fixed(axis: int) -> None:
+    model, count, shape = DecidesBySize(axis), torch.tensor(5), [12, 12]
+    gm = trace(model, (torch.randn(shape), count), dynamic_shapes="auto")
+    assert torch.equal(gm(x := torch.randn(shape), count), model(x, count))
+    if axis == 1:
+        assert torch.equal(gm(x := torch.randn(3, 12), count), model(x, count))
+    shape[axis] = 4
+    with pytest.raises(TypeError, match=f"axis {axis} of x has size 4, expected 12"):
+        gm(torch.randn(shape), count)
+
+
+def test_a_failed_capture_leaves_no_marks_on_the_tensors_of_the_call() -> None:
+    x = torch.randn(2, 3)
+    x.own = {1}
+    torch._dynamo.mark_dynamic(x, 1)
+    before = copy.deepcopy(vars(x))
+    with pytest.raises(CaptureError, match="by the value of a tensor"):
+        trace(Opaque(), (x,), dynamic_shapes="auto")
+    assert vars(x) == before
+
+
 def test_a_call_that_the_model_does_not_take() -> None:
     with pytest.raises(TypeError, match="missing a required argument: 'y'"):
         trace(TwoInputs(), (torch.randn(2, 3),))

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from regraft.capture import caches, torch_private
+from regraft.capture.failures import decides_by_value, where
 from regraft.capture.own_state import changed_meanwhile
 from regraft.capture.shapes import Axes, enlarged
 from regraft.capture.signature import Call
@@ -206,18 +207,24 @@ def export(
             samples.append(larger)
     samples.append(leaves)
     failure: Exception | None = None
+    stops: set[str | None] = set()  # of the first way
     for way in ways:
         for sample in samples:
             seen = Seen()
             flat = Flat(model, call, seen, quick)
             try:
-                with way(), torch.inference_mode(False), torch.no_grad(), _quiet():
+                with way(), torch.inference_mode(False), torch.no_grad(), _quiet(), _unmarked(sample):
                     program = torch.export.export(flat, tuple(sample), strict=False, dynamic_shapes=_shapes(axes))
                 _expect_plain_functions(program)
             except TooInvolved:
                 raise
             except Exception as error:  # whatever a model raises when it meets sizes that it does not take
                 failure = error if failure is None or sample is leaves else failure
+                stop = where(model, error) if decides_by_value(error) else None
+                if way is ways[0]:
+                    stops.add(stop)
+                elif stop is not None and stops == {stop}:
+                    break  # neither the samples nor the way make a difference
             else:
                 return Exported(program, seen.out_spec, sample is not leaves, seen.changed)
     assert failure is not None
@@ -230,6 +237,21 @@ def _expect_plain_functions(program: torch.export.ExportedProgram) -> None:
     for node in chain.from_iterable(graph.nodes for graph in graphs):
         if torch_private.transforms_functions(node.target):
             raise NotImplementedError("what torch.vmap and torch.func make of a function has no form in a graph")
+
+
+@contextlib.contextmanager
+def _unmarked(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Without the marks that export leaves on tensors where it fails.
+
+    The next export would take axes to vary by them, and so would `torch.compile` with the caller's tensors.
+    """
+    were = [{key: set(value) if type(value) is set else value for key, value in vars(t).items()} for t in tensors]
+    try:
+        yield
+    finally:
+        for tensor, was in zip(tensors, were, strict=True):
+            vars(tensor).clear()
+            vars(tensor).update(was)
 
 
 def _shapes(axes: Axes) -> Any:

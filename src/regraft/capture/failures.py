@@ -88,7 +88,7 @@ def capture_error(model: nn.Module, error: BaseException) -> CaptureError:
     text = f"{type(error).__name__} {error}{f' {_TRANSFORMED}' if _in_transform(error) else ''}"
     cure = next((cure for signs, cure in _CURES if any(sign in text for sign in signs)), _ELSE)
     return CaptureError(
-        f"{type(model).__name__} cannot be captured, because of {_where(model, error)}\n  {reason}\n{cure}"
+        f"{type(model).__name__} cannot be captured, because of {where(model, error)}\n  {reason}\n{cure}"
     )
 
 
@@ -98,7 +98,22 @@ def _in_transform(error: BaseException) -> bool:
     return any(frame.filename in homes for part in _chain(error) for frame in traceback.extract_tb(part))
 
 
-def _where(model: nn.Module, error: BaseException) -> str:
+def decides_by_value(error: BaseException | None) -> bool:
+    """Whether torch stopped at the value of a tensor: other sizes and other axes that vary seldom help.
+
+    Args:
+        error: what was raised, if anything.
+    """
+    return "DataDependent" in type(error).__name__
+
+
+def where(model: nn.Module, error: BaseException) -> str:
+    """The line of the model's source that stands in the way.
+
+    Args:
+        model: the model.
+        error: what was raised while it ran.
+    """
     frames = [frame for part in _chain(error) for frame in traceback.extract_tb(part)]
     sources = {_source(module) for module in model.modules() if not type(module).__module__.startswith("torch.")}
     own = [frame for frame in frames if frame.filename in sources]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from regraft.capture.assembling import assemble
 from regraft.capture.calling import Calling
 from regraft.capture.codegen import CallingCodeGen
 from regraft.capture.exporting import Exported, export, without_prefix
-from regraft.capture.failures import capture_error
+from regraft.capture.failures import capture_error, decides_by_value
 from regraft.capture.probing import Probe
 from regraft.capture.shapes import Axes, axes_of
 from regraft.capture.signature import Call, take_apart
@@ -115,10 +114,14 @@ def _exported_as_widely_as_can_be(model: nn.Module, call: Call, axes: Axes) -> E
     batch: Axes = [{0: varying[0]} if varying and 0 in varying else None for varying in axes]
     none: Axes = [None] * len(axes)
     *ways, last = [axes, *(fewer for fewer in (batch, none) if fewer != axes)]
+    fixed: Exported | None = None
     for way in ways:
-        with contextlib.suppress(CaptureError):
+        try:
             return _exported(model, call, way, quick=True)
-    return _exported(model, call, last)
+        except CaptureError as error:
+            if fixed is None and decides_by_value(error.__cause__):
+                fixed = _exported(model, call, last)  # where this fails as well, the axes have no part in it
+    return fixed or _exported(model, call, last)
 
 
 def _exported(model: nn.Module, call: Call, axes: Axes, quick: bool = False) -> Exported:
