@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -94,6 +95,128 @@ class Words(Rows):
 
 def test_what_a_part_of_the_result_loses() -> None:
     assert finite(dropin(Beside(F.relu), torch.randn(1, 8, 6, 6), engine="onednn")) == {"x": True}
+
+
+class Residual(Image):
+    """A NaN of one pixel stays on the way around, and goes to its neighbours on the other."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(function)
+        self.second = nn.Conv2d(16, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+def test_what_is_lost_beside_a_way_on_which_it_stays() -> None:
+    model, x = Residual(F.relu), torch.randn(1, 8, 6, 6)
+    served = dropin(model, x, engine="onednn")
+    assert finite(served) == {"x": True}
+    x[0, 0, 2, 2] = math.nan
+    with torch.no_grad():
+        assert torch.equal(served(x).isnan(), model(x).isnan())
+
+
+class Corner(Image):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[..., :3, :3])
+
+
+def test_what_is_lost_of_a_part() -> None:
+    assert finite(dropin(Corner(F.relu), torch.randn(1, 8, 6, 6), engine="onednn")) == {"x": True}
+
+
+class Notes(Image):
+    """Keeps what it makes of its input, and gives what the caller has already."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(function)
+        self.register_buffer("kept", torch.zeros(1, 16, 6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.copy_(super().forward(x))
+        return x + 1
+
+
+def test_what_a_buffer_would_lose() -> None:
+    model, x = Notes(F.relu), torch.randn(1, 8, 6, 6)
+    served = dropin(model, x, transformations="exact", engine="eager")
+    assert finite(served) == {"x": True}
+    with torch.no_grad():
+        served(torch.full_like(x, math.nan))
+    assert model.kept.isnan().all()
+
+
+class Several(nn.Module):
+    """Sums what it makes of the tensors in a list or a dictionary, of which the second way keeps a NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 16), nn.Linear(32, 16)
+
+    def forward(self, given: list[Tensor] | dict[str, Tensor]) -> Tensor:
+        x, y = given.values() if isinstance(given, dict) else given
+        return F.gelu(self.first(x)), F.relu(self.second(y))
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+def test_a_tensor_among_others(kind: type) -> None:
+    model, tensors = Several(), [torch.randn(4, 32), torch.randn(4, 32)]
+
+    def call() -> list[Tensor] | dict[str, Tensor]:
+        return [*tensors] if kind is list else dict(zip("ab", tensors, strict=True))
+
+    served = dropin(model, call(), engine="onednn")
+    assert finite(served) == {"given": True}
+    before = grafts_of(served).calls["forward"]
+    with torch.no_grad():
+        served(call())
+        assert grafts_of(served).calls["forward"] == before + 1
+        for tensor in tensors:
+            tensor[1, 1] = math.nan
+            for found, expected in zip(served(call()), model(call()), strict=True):
+                assert torch.equal(found.isnan(), expected.isnan())
+            tensor[1, 1] = 0
+    assert grafts_of(served).calls["forward"] == before + 1
+
+
+def remembers(function: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A model of which what it knows of its cache goes through a function alone."""
+    transformers = pytest.importorskip("transformers")
+
+    class Remembers(transformers.PreTrainedModel):
+        def __init__(self) -> None:
+            super().__init__(transformers.PreTrainedConfig())
+            self.first, self.second = nn.Linear(8, 64), nn.Linear(64, 8)
+
+        def forward(self, x: Tensor, past_key_values: Any = None) -> Any:
+            keys, values = past_key_values.update(x[:, None], x[:, None], 0)
+            known = self.second(function(self.first(keys.sum((1, 2)) + values.sum((1, 2)))))
+            return transformers.modeling_outputs.BaseModelOutputWithPast(known, past_key_values)
+
+    return Remembers().eval()
+
+
+def test_a_cache_is_looked_at() -> None:
+    model, x = remembers(F.relu), torch.randint(5, (2, 3, 8)).float()
+    from transformers import DynamicCache
+
+    def call(value: float = 0.5) -> dict[str, Any]:
+        cache = DynamicCache()
+        cache.update(torch.full((2, 1, 3, 8), 0.5), torch.full((2, 1, 3, 8), value), 0)
+        return {"x": x, "past_key_values": cache}
+
+    served = optimize(model, kwargs=call(), seconds=0.01, keep="all", engine="onednn").model
+    assert finite(served) == {"x": True, "past_key_values": True}
+    with torch.no_grad():
+        for value, runs in ((0.25, 1), (math.nan, 0)):
+            before = grafts_of(served).calls["forward"]
+            found, expected = served(**call(value))[0], model(**call(value))[0]
+            torch.testing.assert_close(found, expected, equal_nan=True)
+            assert found.isnan().all() == math.isnan(value)
+            assert grafts_of(served).calls["forward"] == before + runs
+    model = remembers(F.gelu)
+    assert not finite(optimize(model, kwargs=call(), seconds=0.01, keep="all", engine="onednn").model)
 
 
 def test_whole_numbers_are_not_asked() -> None:

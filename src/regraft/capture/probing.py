@@ -21,7 +21,7 @@ from regraft.capture import caches, torch_private
 from regraft.capture.calling import Calling
 from regraft.capture.constraints import Constraints, Range
 from regraft.capture.signature import Call
-from regraft.capture.untouched import buffers_restored, untouched
+from regraft.capture.untouched import untouched, values_kept
 from regraft.core.graph_module import GraphModule
 
 
@@ -153,7 +153,7 @@ def _run(
     found: list[Any] = []
     try:
         # fx writes about a failing graph to stderr, where nobody is to read of a mere try
-        with untouched(model), buffers_restored(model), torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
+        with untouched(model), values_kept(model.buffers()), torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
             for _ in range(times):
                 args, kwargs = call.rebuild([leaf.clone() for leaf in leaves])
                 found = list(torch_private.tree_leaves(caches.unfold(module(*args, **kwargs))))

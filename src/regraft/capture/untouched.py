@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -36,17 +36,24 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def buffers_restored(model: nn.Module) -> Iterator[None]:
-    """Put back the values of buffers, for a run on real tensors.
+def values_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Put back, on leaving, what was written to tensors: for a run on real ones.
 
     Args:
-        model: the model.
+        tensors: buffers of a model.
+
+    Example:
+        >>> with values_kept([buffer := torch.zeros(1)]):
+        ...     buffer.add_(1).item()
+        1.0
+        >>> buffer.item()
+        0.0
     """
-    saved = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    saved = [(tensor, tensor.detach().clone()) for tensor in tensors]
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, value in saved:
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
+            for tensor, value in saved:
+                if not torch.equal(tensor, value):
+                    tensor.copy_(value)

@@ -269,6 +269,14 @@ def _memory(value: Any) -> int:
     return id(value)
 
 
+def weights_written(owner: GraphModule) -> list[torch.Tensor]:
+    """The weights and constants of a graph module, into which its own code may write."""
+    mutations = Mutations(owner)
+    nodes = owner.graph.find_nodes(op="get_attr") if mutations else ()
+    values = (attribute(owner, str(node.target)) for node in nodes if mutations.of(node))
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
 def mutating_nodes(owner: GraphModule) -> Iterator[Node]:
     """The nodes of a graph that write into a value."""
     return (node for node in owner.graph.nodes if writes(node, owner))

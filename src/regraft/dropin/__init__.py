@@ -1,9 +1,9 @@
 """The drop-in: a model of the original's class that runs captured graphs where they hold, and else the original."""
 
-from regraft.dropin.entries import Entry
+from regraft.dropin.entries import Entry, floats
 from regraft.dropin.grafts import Grafts
 from regraft.dropin.model import grafts_of, make_dropin, without_grafts
 from regraft.dropin.reading import Reader
 from regraft.dropin.sharing import share
 
-__all__ = ["Entry", "Grafts", "Reader", "grafts_of", "make_dropin", "share", "without_grafts"]
+__all__ = ["Entry", "Grafts", "Reader", "floats", "grafts_of", "make_dropin", "share", "without_grafts"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,8 +114,22 @@ class Entry:
             ValueError: An argument is not finite that has to be.
         """
         for name, strictly in self.finite.items():
-            _expect_finite(name, call[name], strictly)
+            for tensor in floats(call[name]):
+                _expect_finite(name, tensor, strictly)
         return self.gm.forward(**call) if self.engine is None else self.engine(call, unchanged)
+
+
+def floats(value: Any) -> Sequence[Tensor]:
+    """The tensors of floating point in an argument.
+
+    Args:
+        value: The argument: a tensor, a container of some, or a cache, taken apart or not.
+    """
+    if isinstance(value, Tensor):
+        return (value,) if value.is_floating_point() else ()
+    state = value if type(value) is caches.State else caches.state_of(value)
+    leaves = pytree.tree_leaves(value) if state is None else state.leaves
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def _expect_finite(name: str, value: Tensor, strictly: bool) -> None:

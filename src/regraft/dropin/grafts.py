@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from regraft.capture import caches, filling
 from regraft.capture.transformers_adapter import collects
 from regraft.core.errors import NotCovered
+from regraft.core.mutation import weights_written
 from regraft.dropin.entries import Entry
 from regraft.dropin.reading import Reader
 from regraft.dropin.watch import Watch
@@ -162,8 +163,13 @@ class Grafts:
         """
         if self._watch is None:
             ignored = [entry.ignores for entry in self.entries]
-            self._watch = Watch(model, frozenset.intersection(*ignored) if ignored else frozenset())
+            self._watch = Watch(model, frozenset.intersection(*ignored) if ignored else frozenset(), self._written())
         return self._watch
+
+    def _written(self) -> list[Tensor]:
+        """What every graph writes to, and so has in it as a tensor and not as the values that it had."""
+        first, *others = [weights_written(entry.gm) for entry in self.entries] or [[]]
+        return [tensor for tensor in first if all(any(tensor is each for each in other) for other in others)]
 
     def renew(self, model: nn.Module) -> None:
         """Take the graphs as they are now for right: after regraft itself has changed them.

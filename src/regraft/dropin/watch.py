@@ -72,9 +72,10 @@ class Watch:
     Args:
         model: The model.
         ignored: Attributes that may have any value.
+        written: Tensors that may hold any values.
     """
 
-    def __init__(self, model: nn.Module, ignored: Iterable[Attribute] = ()) -> None:
+    def __init__(self, model: nn.Module, ignored: Iterable[Attribute] = (), written: Iterable[Tensor] = ()) -> None:
         modules = list(model.modules())
         tables: list[Any] = [table for m in modules for table in (m._parameters, m._buffers, m._modules) if table]
         contents = chain.from_iterable(map(dict.values, tables))
@@ -83,7 +84,8 @@ class Watch:
             attributes[id(model.get_submodule(path))].pop(name, None)
         contents = chain(contents, chain.from_iterable(map(dict.values, attributes.values())))
         tensors = list({id(value): value for value in contents if isinstance(value, Tensor)}.values())
-        read = [t for t in tensors if not t.is_inference()]
+        free = set(map(id, written))
+        read = [t for t in tensors if not t.is_inference() and id(t) not in free]
         plain = [t for t in read if type(t) in (Tensor, nn.Parameter)]
         hooks = [getattr(m, name) for m in modules if m is not model for name in _HOOKS]
         # what was seen is in the key, so that two memories of one thing in two states are two

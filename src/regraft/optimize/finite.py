@@ -6,21 +6,24 @@ cuts off by limits: a result that says that an input was broken would become one
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from regraft.dropin import Entry
+from regraft.dropin import Entry, floats
 from regraft.optimize.graphs import Graph
+from regraft.verify.run import run
 from regraft.verify.tree import tree_of
 
 
 def must_be_finite(graph: Graph, entry: Entry) -> dict[str, bool]:
     """The arguments of which a NaN reaches the original's result and not that of the graph, or of its engine.
 
-    Both are tried: an engine of one size leaves other sizes to the graph, whose kernels are not the engine's.
-    Tensors in lists, dictionaries and caches are not looked at.
+    Both are tried: an engine of one size leaves other sizes to the graph, whose kernels are not the engine's. A tensor
+    is tried with one NaN in its middle, which may be lost beside a way on which it stays, and with nothing else in it.
 
     Args:
         graph: The graph.
@@ -29,31 +32,56 @@ def must_be_finite(graph: Graph, entry: Entry) -> dict[str, bool]:
     Returns:
         For each whether infinities are to be looked for as well: not where the example has some, as masks do.
     """
-    found: dict[str, bool] = {}
     reader = graph.reader
-    if reader is None or graph.cache is not None:
-        return found
+    if reader is None:
+        return {}
+
+    def original(**call: Any) -> Any:
+        args, kwargs = reader.apart(call)
+        return graph.reference(*args, **kwargs)
+
+    ours = [lambda **call: entry.run(call), *([entry.gm.forward] if entry.engine is not None else [])]
+    found = {}
     for name, value in graph.call.items():
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            spoiled = {**graph.call, name: torch.full_like(value, torch.nan)}
-            args, kwargs = reader.apart(spoiled)
-            expected = _nans(graph.reference, *args, **kwargs)
-            runs = [_nans(entry.run, spoiled)]
-            if entry.engine is not None:
-                runs.append(_nans(entry.gm.forward, **spoiled))
-            if not all(_alike(each, expected) for each in runs):
-                found[name] = bool(value.isfinite().all())
+        for spoiled in _spoiled(value):
+            call = {**graph.call, name: spoiled}
+            expected = _nans(original, call, graph)
+            if not all(_alike(_nans(program, call, graph), expected) for program in ours):
+                found[name] = all(bool(tensor.isfinite().all()) for tensor in floats(value))
+                break
     return found
 
 
-def _alike(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+def _spoiled(value: Any) -> Iterator[Any]:
+    """An argument with a NaN in it: in one of its tensors after the other, in all of those of a cache together."""
+    tensors = floats(value)
+    groups = [tensors] if len(tensors) > _MANY else [[tensor] for tensor in tensors]
+    known = {id(tensor): tensor for _, tensor in tree_of(value).tensors()}  # which need no copy
+    for group in groups:
+        for spoil in (_in_the_middle, _everywhere):
+            yield copy.deepcopy(value, {**known, **{id(tensor): spoil(tensor) for tensor in group}})
+
+
+_MANY = 4
+"""Tensors in an argument beyond which they are tried together: two for each layer of a cache would take long."""
+
+
+def _in_the_middle(tensor: Tensor) -> Tensor:
+    spoiled = tensor.detach().clone()
+    if spoiled.numel():
+        spoiled[tuple(size // 2 for size in spoiled.shape)] = torch.nan
+    return spoiled
+
+
+def _everywhere(tensor: Tensor) -> Tensor:
+    return torch.full_like(tensor.detach(), torch.nan)
+
+
+def _alike(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def _nans(run: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-    """Where the tensors of a result have one; nothing of a model that refuses what is broken."""
-    try:
-        with torch.no_grad():
-            return {name: value.isnan() for name, value in tree_of(run(*args, **kwargs)).tensors()}
-    except Exception:  # whatever a model raises
-        return {}
+def _nans(program: Callable[..., Any], call: dict[str, Any], graph: Graph) -> dict[str, Tensor]:
+    """Where the tensors of a result, and the buffers written to, have one; nothing of what refuses the call."""
+    found = run(program, ((), call), beside=graph.reference)
+    return {name: value.isnan() for name, value in (*found.output.tensors(), *found.written.items())}

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from regraft.capture import caches, filling
 from regraft.capture.own_state import Attribute
+from regraft.core.mutation import weights_written
 from regraft.dropin import Reader
 from regraft.optimize.shorter import shorter_call
 from regraft.verify import verify
@@ -78,6 +79,11 @@ class Graph:
             **kwargs: Its keyword arguments.
         """
         return self.reader.read(args, kwargs) if args and self.reader is not None else kwargs
+
+    @property
+    def written(self) -> list[Tensor]:
+        """The buffers that the model writes to as it runs."""
+        return weights_written(self.gm)
 
     @property
     def cache(self) -> Any:

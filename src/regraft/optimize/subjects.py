@@ -19,7 +19,7 @@ from regraft.capture import lift, trace
 from regraft.capture.own_state import Attribute, set_meanwhile, used_meanwhile
 from regraft.capture.sample_inputs import Unmakeable, example_call
 from regraft.capture.transformers_adapter import is_pretrained, main_inputs
-from regraft.capture.untouched import untouched
+from regraft.capture.untouched import untouched, values_kept
 from regraft.core.errors import CaptureError
 from regraft.core.graph_module import GraphModule, adopt
 from regraft.dropin import Entry, Reader, share
@@ -167,8 +167,9 @@ def _captured(
     with used_meanwhile(twin, own) as used:
         gm = trace(twin, *reader.apart(first), dynamic_shapes=shapes)
     graph = Graph(name, gm, reader.apart(first), oracle, ignores=frozenset(own - used), reader=reader)
-    _expect_to_run(graph)
-    seconds = _seconds_of(graph)
+    with values_kept(graph.written):
+        _expect_to_run(graph)
+        seconds = _seconds_of(graph)
     entry = Entry(name, gm, first)
     return replace(graph, seconds=seconds, more=tuple(reader.apart(one) for one in calls[1:] if entry.takes(one)))
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from regraft.capture.untouched import values_kept
 from regraft.core.transformation import Transformation
 from regraft.dropin import Entry, Grafts, Reader, make_dropin, without_grafts
 from regraft.optimize import saving
@@ -81,11 +82,8 @@ class Again:
         weight = next((tensor for tensor in plain.parameters() if tensor.is_floating_point()), None)
 
         def moved(tensor: Tensor) -> Tensor:
-            return (
-                tensor
-                if weight is None
-                else tensor.to(weight.device, weight.dtype if tensor.dtype is self.dtype else None)
-            )
+            dtype = None if weight is None or tensor.dtype is not self.dtype else weight.dtype
+            return tensor if weight is None else tensor.to(weight.device, dtype)
 
         call = pytree.tree_map_only(Tensor, moved, self.call)
         work = Work(subject_again(plain, call, self.settings.dynamic_shapes), True, self.settings, Progress(total=1))
@@ -133,11 +131,12 @@ class Work:
         return self.subject.graphs
 
     def run(self) -> Work:
-        """All of it."""
-        self.transform()
-        self.verify()
-        self.install()
-        self.measure(self.settings.engine)
+        """All of it; the buffers that are written to meanwhile are left as they were."""
+        with values_kept(buffer for graph in self.graphs for buffer in graph.written):
+            self.transform()
+            self.verify()
+            self.install()
+            self.measure(self.settings.engine)
         return self
 
     def transform(self) -> None:
