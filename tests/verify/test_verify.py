@@ -405,6 +405,39 @@ def test_a_buffer_may_be_as_far_off_as_the_reference_is_itself() -> None:
         assert verify(reference, candidate, (torch.randn(3, 4),), float64=double).ok is double
 
 
+class Last(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(3, 40))
+        self.function = (function,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.function[0] is not None:
+            self.last.copy_(self.function[0](x))
+        return x + 1
+
+
+def test_what_a_call_before_has_left_in_a_buffer_is_written_all_the_same() -> None:
+    x = torch.randn(3, 40)
+    one, other = Last(lambda x: x.exp() * 7), Last(lambda x: (x / 2).exp() ** 2 * 7)
+    for before in (one, other):  # of either the one writes what is there, and the other what is rounded otherwise
+        before(x)
+        for double in (True, False):
+            assert not torch.equal(one.function[0](x), other.function[0](x))
+            one.last.copy_(before.last)
+            other.last.copy_(before.last)
+            assert verify(one, other, (x,), float64=double).ok
+    one(x)
+    never = Last(None)
+    never.last.copy_(one.last)
+    assert "buffer last is not written to" in str(verify(one, never, (x,)))  # with other values it shows
+    assert "buffer last is written to" in str(verify(never, one, (x,)))
+
+
+def test_a_write_that_makes_no_difference_may_be_left_out() -> None:
+    assert verify(Last(lambda x: x * 0), Last(None), (torch.rand(3, 40),)).ok
+
+
 def test_buffers_of_the_reference_that_a_function_writes_to() -> None:
     reference = Counting(WRITES["once"])
 

@@ -106,8 +106,9 @@ def _written(own: Run, candidate: Run) -> tuple[Tree, Tree, list[str]]:
     """
     mine = {name: value for name, value in own.written.items() if name in candidate.buffers | candidate.written.keys()}
     theirs = {name: value for name, value in candidate.written.items() if name in own.buffers}
-    problems = [f"buffer {name} is not written to; the reference does so" for name in mine if name not in theirs]
-    problems += [f"buffer {name} is written to; the reference does not do so" for name in theirs if name not in mine]
+    lost, added = own.changed & (mine.keys() - theirs.keys()), candidate.changed & (theirs.keys() - mine.keys())
+    problems = [f"buffer {name} is not written to; the reference does so" for name in mine if name in lost]
+    problems += [f"buffer {name} is written to; the reference does not do so" for name in theirs if name in added]
     return Tree(_named(mine)), Tree(_named(theirs)), problems
 
 

@@ -26,7 +26,8 @@ class Run:
         inputs: Its inputs, after it.
         random: Whether it drew random numbers.
         error: What it raised.
-        written: The buffers whose values it changed, after it, by name.
+        written: The buffers that it wrote to, after it, by name.
+        changed: The names of those of which the values are others than before.
         buffers: The names of all buffers that the model has; none of what is no module.
     """
 
@@ -35,6 +36,7 @@ class Run:
     random: bool
     error: Exception | None = None
     written: dict[str, torch.Tensor] = field(default_factory=dict)
+    changed: Set[str] = frozenset()
     buffers: Set[str] = frozenset()
 
 
@@ -75,9 +77,13 @@ def run(
             return Run(Tree(), Tree(), random=False, error=error)
         output = tree_of(value)
         _detach_from_buffers(output, model)
-        written = {buffer.name: buffer.now.clone() for buffer in (*others, *own) if buffer.is_written}
+        both = [*others, *own]
+        # What a call before has left may be what this one writes. By value as well: native batch norm writes its
+        # statistics without raising the tensor's version.
+        changed = frozenset(buffer.name for buffer in both if buffer.is_changed)
+        written = {buffer.name: buffer.now.clone() for buffer in both if buffer.is_written or buffer.name in changed}
         names = frozenset(buffer.name for buffer in own)
-        return Run(output, inputs_tree(args, kwargs), drawn(), None, written, names)
+        return Run(output, inputs_tree(args, kwargs), drawn(), None, written, changed, names)
 
 
 def inputs_tree(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
@@ -116,6 +122,7 @@ class _Buffer:
     key: str
     buffer: torch.Tensor
     values: torch.Tensor
+    version: int | None
 
     @property
     def name(self) -> str:
@@ -127,15 +134,18 @@ class _Buffer:
         return self.buffer if held is None else held
 
     @property
-    def is_written(self) -> bool:
-        # By value: native batch norm writes its statistics without raising the tensor's version.
+    def is_changed(self) -> bool:
         return not torch.equal(self.now, self.values)
+
+    @property
+    def is_written(self) -> bool:
+        return _version(self.now) != self.version
 
 
 @contextmanager
 def _buffers_kept(model: Callable[..., Any] | None) -> Iterator[list[_Buffer]]:
     kept = [
-        _Buffer(owner, path, key, buffer, buffer.clone())
+        _Buffer(owner, path, key, buffer, buffer.clone(), _version(buffer))
         for path, owner in (model.named_modules() if isinstance(model, nn.Module) else ())
         for key, buffer in owner._buffers.items()
         if buffer is not None and unsupported(buffer) is None
@@ -145,9 +155,13 @@ def _buffers_kept(model: Callable[..., Any] | None) -> Iterator[list[_Buffer]]:
     finally:
         for each in kept:
             each.owner._buffers[each.key] = each.buffer
-            if each.is_written:
+            if each.is_written or each.is_changed:
                 with torch.no_grad():
                     each.buffer.copy_(each.values)
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 def _detach_from_buffers(output: Tree, model: Callable[..., Any]) -> None:
