@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Tracer, symbolic_trace
+from torch.nn import functional as F
 
-from regraft.core.mutation import Mutations, may_alias
+from regraft.core.mutation import Mutations, may_alias, weights_written
 
 ALIASES: dict[str, tuple[Callable[[Tensor, Tensor], Any], bool]] = {
     "method with an overload that is given its output": (lambda x, y: x.mean(1), False),
@@ -72,3 +74,48 @@ def test_what_is_given_to_a_method_in_place_is_no_memory_of_its_result() -> None
     assert writes_to_the_table(lambda x, table: table.add_(x))
     assert writes_to_the_table(lambda x, table: table.view(-1).__and__(x).add(table.clamp_(0)))
     assert writes_to_the_table(lambda x, table: (x * 2).set_(table).add_(1))
+
+
+NORMS: dict[str, tuple[Callable[..., Tensor], bool]] = {
+    "of the batch": (lambda x, m, v, w: F.batch_norm(x, m, v, w, None, True), True),
+    "of the batch, by name": (lambda x, m, v, w: F.batch_norm(x, running_var=v, running_mean=m, training=True), True),
+    "of what was seen": (lambda x, m, v, w: F.batch_norm(x, m, v, w, training=False), False),
+    "of what was seen, unsaid": (lambda x, m, v, w: F.batch_norm(x, m, v, w), False),
+    "torch's": (lambda x, m, v, w: torch.batch_norm(x, w, None, m, v, True, 0.1, 1e-5, False), True),
+    "torch's, of what was seen": (lambda x, m, v, w: torch.batch_norm(x, w, w, m, v, False, 0.1, 1e-5, False), False),
+    "ATen's": (lambda x, m, v, w: torch.ops.aten.batch_norm.default(x, w, w, m, v, True, 0.1, 1e-5, False), True),
+    "of an image": (lambda x, m, v, w: F.instance_norm(x[None], m, v, w), True),
+    "of an image as seen": (lambda x, m, v, w: F.instance_norm(x[None], m, v, w, use_input_stats=False), False),
+    "of an image, torch's": (
+        lambda x, m, v, w: torch.instance_norm(x[None], w, w, m, v, True, 0.1, 1e-5, False),
+        True,
+    ),
+    "of an image, ATen's": (
+        lambda x, m, v, w: torch.ops.aten.instance_norm.default(x[None], w, w, m, v, False, 0.1, 1e-5, False),
+        False,
+    ),
+}
+
+
+class Norm(nn.Module):
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        for name in ("mean", "var", "weight"):
+            self.register_buffer(name, torch.rand(4) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.mean, self.var, self.weight)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_in_training_writes_its_statistics(name: str) -> None:
+    function, expected = NORMS[name]
+    module = Norm(function)
+    gm = GraphModule(module, WithBuffers().trace(module))
+    named = {id(buffer): key for key, buffer in gm.named_buffers()}
+    assert {named[id(tensor)] for tensor in weights_written(gm)} == ({"mean", "var"} if expected else set())
+    before, x = copy.deepcopy(module.state_dict()), torch.randn(4, 4, 6)
+    module(x[0] if "image" in name else x)
+    for key, value in before.items():  # and so it is
+        assert torch.equal(getattr(module, key), value) is not (expected and key != "weight")

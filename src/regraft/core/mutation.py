@@ -55,6 +55,14 @@ _FRESH_OPERATORS = {
 # own test samples and comparing memory.
 _QUIET = {"atleast_1d", "atleast_2d", "atleast_3d", "broadcast_tensors", "cartesian_prod", "conj_physical", "einsum"}
 _QUIET |= {"meshgrid", "sum_to_size", "to_dense", "type_as", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"}
+# What computes with the statistics of its input writes them, too, and no schema says so: where they are among the
+# arguments, and what the function asks by.
+_NORMS: dict[Any, tuple[int, str]] = {
+    **dict.fromkeys((torch.batch_norm, torch.ops.aten.batch_norm.default), (3, "training")),
+    **dict.fromkeys((torch.instance_norm, torch.ops.aten.instance_norm.default), (3, "use_input_stats")),
+    nn.functional.batch_norm: (1, "training"),
+    nn.functional.instance_norm: (1, "use_input_stats"),
+}
 _ALIASING_MODULES = (nn.Identity, nn.Flatten, nn.Unflatten)
 
 
@@ -68,6 +76,8 @@ def writes(node: Node, owner: GraphModule) -> list[Node]:
         return node.all_input_nodes if _module_writes(attribute(owner, str(node.target))) else []
     if node.op != "call_function" or not callable(node.target):
         return []
+    if node.target in _NORMS:
+        return _statistics(node)
     if isinstance(node.target, torch._ops.OpOverload):
         return _written_by_schema(node, node.target)
     written = _nodes((node.kwargs.get("out"),)) if node.kwargs else []
@@ -76,6 +86,13 @@ def writes(node: Node, owner: GraphModule) -> list[Node]:
     elif _argument(node, "inplace"):
         written += _nodes((*node.args[:1], node.kwargs.get("input")))
     return written
+
+
+def _statistics(node: Node) -> list[Node]:
+    place, flag = _NORMS[node.target]
+    decided = node.kwargs.get(flag, node.args[5] if len(node.args) > 5 else flag == "use_input_stats")
+    given = dict(zip(("running_mean", "running_var"), node.args[place : place + 2])) | dict(node.kwargs)
+    return _nodes((given.get("running_mean"), given.get("running_var"))) if decided is not False else []
 
 
 @cache
@@ -109,7 +126,7 @@ def may_alias(node: Node, owner: GraphModule) -> bool:
     if node.op == "call_module":
         module = attribute(owner, str(node.target))
         return isinstance(module, _ALIASING_MODULES) or "Dropout" in type(module).__name__ or _module_writes(module)
-    if node.target in _FRESH_OPERATORS:
+    if node.target in _FRESH_OPERATORS or node.target in _NORMS:
         return False
     if isinstance(node.target, torch._ops.OpOverload):
         return _returns_alias(node.target)
