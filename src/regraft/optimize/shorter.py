@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from regraft.verify.precise import inputs_in_precision
 from regraft.verify.run import Inputs
 from regraft.verify.sizes import dynamic_axes, resized
 
@@ -39,7 +40,8 @@ def shorter_call(gm: fx.GraphModule, reference: Callable[..., Any], inputs: Inpu
     args, kwargs = resized(inputs, dynamic, {**dynamic.sample, **fewer}, torch.Generator().manual_seed(0))
     try:
         with torch.no_grad():
-            gm(*args, **kwargs)
+            run_args, run_kwargs = inputs_in_precision((args, kwargs), None)  # which it may write to
+            gm(*run_args, **run_kwargs)
     except Exception:  # whatever a graph raises that does not hold for so few
         return None
     return args, kwargs

@@ -1,4 +1,4 @@
-"""A model that writes to its buffers as it runs: statistics, counts, keys and values of fixed places."""
+"""A model that writes as it runs: to buffers (statistics, keys and values of fixed places) or to what it is given."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import regraft as rg
 from regraft.core.mutation import weights_written
 from regraft.dropin import grafts_of
 from regraft.optimize import optimize
+from regraft.optimize.shorter import shorter_call
 
 
 class Centred(nn.Module):
@@ -152,3 +153,43 @@ def test_a_nan_that_a_buffer_would_keep_is_none_of_what_is_tried() -> None:
         assert all(buffer.isfinite().all() for buffer in model.buffers())
         broken = torch.full((3, 8), math.nan)
         torch.testing.assert_close(served(broken), twin(broken), equal_nan=True)
+
+
+class Next(nn.Module):
+    """Moves on the tokens that it is given, and counts: after a few calls with one tensor there is no such token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(12, 16), nn.Linear(16, 4)
+
+    def forward(self, ids: Tensor, seen: dict[str, Tensor]) -> Tensor:
+        ids.add_(1)
+        seen["count"] += 1
+        return self.out(self.table(ids))
+
+
+@pytest.mark.parametrize("engine", ["eager", "onednn"])
+@pytest.mark.parametrize("keep", ["all", "measured"])
+def test_optimize_leaves_what_the_caller_gave(keep: str, engine: str) -> None:
+    model = Next().eval()
+    ids, seen = torch.randint(10, (2, 3)), {"count": torch.zeros(1)}
+    before = ids.clone()
+    served = optimized(model, (ids, seen), keep=keep, engine=engine).model
+    assert torch.equal(ids, before)
+    assert torch.equal(seen["count"], torch.zeros(1))
+    with torch.no_grad():
+        torch.testing.assert_close(served(ids, seen), model(before.clone(), {"count": torch.zeros(1)}))
+    assert torch.equal(ids, before + 1)
+    assert torch.equal(seen["count"], torch.ones(1))
+
+
+def test_a_shorter_call_leaves_it_too() -> None:
+    ids, seen = torch.zeros(8, 3, dtype=torch.long), {"count": torch.zeros(1)}
+    model = Next().eval()
+    gm = rg.trace(model, (ids, seen), dynamic_shapes="auto")
+    shorter = shorter_call(gm, model, ((ids, seen), {}), 10.0)
+    assert shorter is not None
+    (fewer, others), _ = shorter
+    assert len(fewer) < 8
+    assert not others["count"]
+    assert not seen["count"]
