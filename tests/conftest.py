@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-from typing import Any
 
 # Read once, when the libraries are imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -20,7 +19,6 @@ import hypothesis
 import pytest
 import torch
 
-SHARING = ("test_generate.py", "test_images_and_text.py", "test_browser.py")
 UNDER_XDIST = "PYTEST_XDIST_WORKER" in os.environ
 FUZZ_EXAMPLES = int(os.environ.get("REGRAFT_FUZZ", "0"))
 SEED = int(os.environ.get("REGRAFT_SEED", "0"))
@@ -78,24 +76,6 @@ def _as_it_was():
     torch.set_default_dtype(dtype)
     torch.set_grad_enabled(grad)
     torch.use_deterministic_algorithms(deterministic)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Each test goes where there is room, but those that share what takes long to make: they go to one process.
-
-    What pytest-xdist has for this, its groups, does nothing under pytest 9.2.
-    """
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Scheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file, _, test = nodeid.partition("::")
-            if file.endswith(SHARING):
-                return f"{file} {test.partition('[')[2].partition('-')[0]}"  # a model's name comes first
-            return nodeid
-
-    return Scheduling(config, log) if config.getvalue("dist") == "loadscope" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

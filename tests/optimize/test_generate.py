@@ -25,7 +25,10 @@ def example(model, batch: int = 2, length: int = 7) -> dict[str, torch.Tensor]:
     return {"input_ids": ids(batch, length)}
 
 
-@pytest.fixture(scope="module", params=KINDS)
+# the tests of one model run in one process, where it is captured once
+@pytest.fixture(
+    scope="module", params=[pytest.param(kind, marks=pytest.mark.xdist_group(f"text {kind}")) for kind in KINDS]
+)
 def pair(request):
     model = decoder(request.param)
     inputs = example(model)
