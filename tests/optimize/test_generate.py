@@ -25,10 +25,7 @@ def example(model, batch: int = 2, length: int = 7) -> dict[str, torch.Tensor]:
     return {"input_ids": ids(batch, length)}
 
 
-# the tests of one model run in one process, where it is captured once
-@pytest.fixture(
-    scope="module", params=[pytest.param(kind, marks=pytest.mark.xdist_group(f"text {kind}")) for kind in KINDS]
-)
+@pytest.fixture(scope="module", params=KINDS)
 def pair(request):
     model = decoder(request.param)
     inputs = example(model)

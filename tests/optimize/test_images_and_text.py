@@ -22,13 +22,7 @@ def optimized(model: nn.Module, **call: Any) -> Optimized:
     return optimize(model, **settings, **call)
 
 
-# the tests of one model run in one process, where it is captured once
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(kind, marks=pytest.mark.xdist_group(f"images {kind}")) for kind in ("Llava", "Gemma3", "Qwen2VL")
-    ],
-)
+@pytest.fixture(scope="module", params=["Llava", "Gemma3", "Qwen2VL"])
 def pair(request):
     model = of_images(request.param)
     result = optimized(model, kwargs=image_and_text(request.param))

@@ -13,11 +13,7 @@ import pytest
 from regraft.optimize.engines import EngineResult
 from regraft.report import html
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(browser.MISSING is not None, reason=str(browser.MISSING)),
-    pytest.mark.xdist_group("browser"),  # one is opened
-]
+pytestmark = [pytest.mark.browser, pytest.mark.skipif(browser.MISSING is not None, reason=str(browser.MISSING))]
 
 
 @pytest.fixture(scope="module")
