@@ -21,6 +21,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.utils import prune
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,6 +39,7 @@ HOLDERS = {
     torch.ones(2).untyped_storage(): "_cdata",
     torch.ops.aten.relu.default: "_schema",
     forward_ad: "_current_level",
+    next(iter(prune.identity(nn.Linear(2, 2), "weight")._forward_pre_hooks.values())): "_tensor_name",
     torch.fx.symbolic_trace(nn.ReLU()): "_code",
     torch.fx.Graph(): "_codegen _graph_namespace _find_nodes_lookup_table",
     torch.fx.Graph()._graph_namespace: "_used_names _base_count _rename_object",

@@ -16,6 +16,7 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from regraft.capture.module_tree import attribute, first_names, is_leaf
+from regraft.capture.torch_private import made_by_hooks
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -50,10 +51,16 @@ def _regions(graph: Graph, modules: Mapping[str, nn.Module]) -> dict[tuple[str, 
         keys: list[str] = []
         for key, (path, *_) in (node.meta.get("nn_module_stack") or {}).items():
             keys.append(key)
-            if path and path in modules and is_leaf(modules[path]):  # not the model itself, which no graph can call
+            # not the model itself, which no graph can call, nor what a graph computes as well
+            if path and path in modules and is_leaf(modules[path]) and not _weights_alone_are_hooked(modules[path]):
                 regions.setdefault((*keys, path), []).append(node)
                 break
     return regions
+
+
+def _weights_alone_are_hooked(module: nn.Module) -> bool:
+    made = made_by_hooks(module)
+    return bool(made) and not module._forward_hooks and len(module._forward_pre_hooks) == len(made)
 
 
 def _foreign_reads(model: nn.Module, module: nn.Module, region: list[Node]) -> set[Node]:

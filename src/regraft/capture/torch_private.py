@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils import _pytree as pytree
 
 TreeSpec = pytree.TreeSpec
@@ -217,3 +220,18 @@ def children_of(value: Any) -> tuple[list[Any], Any]:
         return [value], None
     children, context = node.flatten_fn(value)
     return list(children), context
+
+
+def made_by_hooks(module: nn.Module) -> set[str]:
+    """The weights that hooks of torch's make anew at each call: those of weight norm, spectral norm and pruning.
+
+    Args:
+        module: any module.
+
+    >>> import torch
+    >>> made_by_hooks(torch.nn.utils.spectral_norm(torch.nn.Linear(2, 2)))
+    {'weight'}
+    """
+    hooks = module._forward_pre_hooks.values()
+    names = {hook.name for hook in hooks if isinstance(hook, (WeightNorm, SpectralNorm))}
+    return names | {hook._tensor_name for hook in hooks if isinstance(hook, BasePruningMethod)}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from regraft.capture.own_state import Attribute
-from regraft.capture.torch_private import dict_version
+from regraft.capture.torch_private import dict_version, made_by_hooks
 from regraft.capture.transformers_adapter import is_collector
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")  # where gradients are recorded no graph runs
@@ -40,7 +40,8 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """The numbers, names and tensors that hang on a module, with which its forward may compute."""
-    return {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE and _is_plain(value)}
+    known = _OF_EVERY_MODULE | made_by_hooks(module) if module._forward_pre_hooks else _OF_EVERY_MODULE
+    return {name: value for name, value in vars(module).items() if name not in known and _is_plain(value)}
 
 
 def _foreign(hooks: dict[int, Any]) -> int:

@@ -215,10 +215,11 @@ def _built(name: str, graph: Graph, gm: GraphModule, bound: Mapping[str, Any], t
 
 def _obstacle(gm: GraphModule) -> str | None:
     """What a graph does beside giving its results, which an engine would not do."""
-    for name, module in gm.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks:
-            return f"{name or 'the graph module'} has a hook, which an engine would not call"
     for part in graph_modules(gm).values():
+        called = [str(node.target) for node in part.graph.find_nodes(op="call_module")]
+        for name, module in (("the graph module", part), *((name, part.get_submodule(name)) for name in called)):
+            if module._forward_hooks or module._forward_pre_hooks:
+                return f"{name} has a hook, which an engine would not call"
         mutations = Mutations(part)
         for node in part.graph.nodes:
             if node.op in ("placeholder", "get_attr") and mutations.of(node):
