@@ -167,6 +167,35 @@ def test_a_buffer_that_one_graph_writes_to_and_another_reads_is_watched() -> Non
         assert not grafts._written()
 
 
+class Learns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.rate = nn.Linear(8, 4), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.rate.mul_(0.5)
+        return self.layer(x * self.rate)
+
+
+def test_a_model_that_writes_to_a_parameter_is_left_as_it_is() -> None:
+    model = Learns().eval()
+    twin = copy.deepcopy(model)
+    result = optimized(model, calls("Centred")[0])
+    assert result.graphs[0].verdict.startswith("the original is kept")
+    assert torch.equal(model.rate, twin.rate)
+    with torch.no_grad():
+        for (x,) in calls("Centred"):
+            torch.testing.assert_close(result.model(x), twin(x))
+
+
+def test_a_parameter_is_watched_whatever_is_written_to_it() -> None:
+    grafts = grafts_of(optimized(Centred().eval(), calls("Centred")[0]).model)
+    grafts.entries[0].gm = rg.trace(Learns().eval(), (torch.randn(3, 8),))
+    assert len(weights_written(grafts.entries[0].gm)) == 1
+    assert not grafts._written()
+
+
 def test_what_is_written_is_found() -> None:
     gm = rg.trace(Centred().eval(), (torch.randn(3, 8),))
     assert {id(tensor) for tensor in weights_written(gm)} == {id(gm.mean)}

@@ -167,9 +167,13 @@ class Grafts:
         return self._watch
 
     def _written(self) -> list[Tensor]:
-        """What every graph writes to, and so has in it as a tensor and not as the values that it had."""
+        """The buffers that every graph writes to, and so has in it as tensors and not as the values that they had.
+
+        A parameter may be a layer's as well, which has packed it, and is taken for written where that is not certain.
+        """
         first, *others = [weights_written(entry.gm) for entry in self.entries] or [[]]
-        return [tensor for tensor in first if all(any(tensor is each for each in other) for other in others)]
+        buffers = (tensor for tensor in first if not isinstance(tensor, nn.Parameter))
+        return [buffer for buffer in buffers if all(any(buffer is each for each in other) for other in others)]
 
     def renew(self, model: nn.Module) -> None:
         """Take the graphs as they are now for right: after regraft itself has changed them.
