@@ -17,10 +17,11 @@ from regraft.capture.failures import capture_error, decides_by_value
 from regraft.capture.probing import Probe
 from regraft.capture.shapes import Axes, axes_of
 from regraft.capture.signature import Call, take_apart
-from regraft.capture.untouched import untouched
+from regraft.capture.untouched import untouched, values_kept
 from regraft.core.errors import CaptureError
 from regraft.core.fx_private import codegen_of
 from regraft.core.graph_module import GraphModule, adopt
+from regraft.core.mutation import weights_written
 
 
 def trace(
@@ -77,22 +78,24 @@ def capture(model: nn.Module, call: Call, axes: Axes, automatic: bool) -> GraphM
     """
     exported = _exported_as_widely_as_can_be(model, call, axes) if automatic else _exported(model, call, axes)
     gm = _assembled(model, call, exported, automatic)
-    probe = Probe(model, gm, call, _calling(gm))
-    probe.allow_size_one()
-    if exported.changed and not probe.answers_alike():
-        raise CaptureError(
-            f"{type(model).__name__} cannot be captured: it keeps something from one call to the next "
-            f"({', '.join(sorted(exported.changed))}) and computes with it, and a graph would answer each time as it "
-            "does now; keep it in a buffer that is written in place, as in self.count.add_(1), or give and return it"
-        )
-    if exported.enlarged and not probe.agrees():
-        # what holds for the larger sample does not for this one: take the axes of size one for fixed
-        plain: Axes = [
-            {axis: dim for axis, dim in (varying or {}).items() if leaf.shape[axis] > 1} or None
-            for leaf, varying in zip(call.leaves, axes)
-        ]
-        gm = _assembled(model, call, _exported(model, call, plain), automatic)
-        Probe(model, gm, call, _calling(gm)).allow_size_one()
+    with values_kept(weights_written(gm)):  # which are run on real tensors
+        probe = Probe(model, gm, call, _calling(gm))
+        probe.allow_size_one()
+        if exported.changed and not probe.answers_alike():
+            raise CaptureError(
+                f"{type(model).__name__} cannot be captured: it keeps something from one call to the next "
+                f"({', '.join(sorted(exported.changed))}) and computes with it, and a graph would answer each time as "
+                "it does now; keep it in a buffer that is written in place, as in self.count.add_(1), or give and "
+                "return it"
+            )
+        if exported.enlarged and not probe.agrees():
+            # what holds for the larger sample does not for this one: take the axes of size one for fixed
+            plain: Axes = [
+                {axis: dim for axis, dim in (varying or {}).items() if leaf.shape[axis] > 1} or None
+                for leaf, varying in zip(call.leaves, axes)
+            ]
+            gm = _assembled(model, call, _exported(model, call, plain), automatic)
+            Probe(model, gm, call, _calling(gm)).allow_size_one()
     transformers_adapter.dress(gm, model)
     return gm
 
