@@ -49,13 +49,18 @@ OWN = {("left", "count"), ("left", "last"), ("right", "count")}
 
 
 def test_what_is_set() -> None:
-    model = Pair()
+    model, before = Pair(), nn.Module.__setattr__
+    model.right.count = 5
     with set_meanwhile(model) as found:
+        Counting().count = 1  # of no module of the model
+        model.left.register_buffer("table", torch.ones(1))
+        model.left.table = torch.ones(2)
         model.left.note(torch.ones(1))
         model.right.count = 5
         model.right.new = 1
         del model.right.gone
-    assert found == OWN
+    assert found == {*OWN, ("left", "shared"), ("right", "new")}
+    assert nn.Module.__setattr__ is before
 
 
 def test_who_is_asked() -> None:
@@ -63,7 +68,7 @@ def test_who_is_asked() -> None:
     for call, expected in (((x,), {("left", "count")}), ((x, x), set())):
         with used_meanwhile(model, OWN) as used:
             gm = trace(model, call)
-        assert used == expected
+        assert used.keys() == expected
         assert torch.equal(gm(*call), model(*call))
     assert "count" not in vars(Counting)
     assert (model.left.count, hasattr(model.left, "last"), hasattr(Counting, "last")) == (0, True, False)
@@ -78,13 +83,18 @@ def test_every_way_of_asking_counts() -> None:
     def delete() -> None:
         del model.left.last
 
-    asking = [lambda: getattr(model.left, "last", None), lambda: hasattr(model.left, "last"), assign, delete]
-    for ask in asking:
+    asking = [
+        (lambda: getattr(model.left, "last", None), "get"),
+        (lambda: hasattr(model.left, "last"), "get"),
+        (assign, "set"),
+        (delete, "delete"),
+    ]
+    for ask, how in asking:
         with used_meanwhile(model, OWN) as used:
             assert not hasattr(Counting, "last")
             ask()
-            assert vars(model.left).get("last", 0) is getattr(model.left, "last", 0)
-        assert used == {("left", "last")}
+            assert vars(model.left).get("last", 0) is getattr(model.left, "last", 0)  # which is no more the first
+        assert used == {("left", "last"): how}
         assert not hasattr(Counting, "last")
     assert not hasattr(model.left, "last")
 
@@ -94,7 +104,7 @@ def test_what_its_class_has_too_counts_as_asked() -> None:
     model.left.shared = 2
     with used_meanwhile(model, {("left", "shared")}) as used:
         pass
-    assert used == {("left", "shared")}
+    assert used == {("left", "shared"): "get"}
     assert (model.left.shared, Counting.shared) == (2, None)
 
 

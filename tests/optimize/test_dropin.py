@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -335,6 +336,26 @@ def test_a_hook_on_the_whole_runs_with_the_graph(pair) -> None:
     with torch.no_grad():
         dropin(image())
     assert len(seen) == calls(dropin) == 1
+
+
+class Doubling(nn.Linear):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs) * 2
+
+
+def doubled_by_a_hook(*sizes: int) -> nn.Module:
+    model = nn.Linear(*sizes)
+    model.register_forward_hook(lambda module, args, result: result * 2)
+    return model
+
+
+@pytest.mark.parametrize("make", [Doubling, doubled_by_a_hook])
+def test_what_a_call_does_around_the_forward_is_not_done_twice(make: Callable[..., nn.Module]) -> None:
+    model, x = make(16, 8).eval(), torch.randn(3, 16)
+    result = optimize(model, (x,), keep="all", seconds=0.01)
+    assert "register hooks on the drop-in" in result.graphs[0].verdict
+    with torch.no_grad():
+        assert torch.equal(result.model(x), model(x))
 
 
 def test_functional_call_uses_the_weights_it_is_given(pair) -> None:

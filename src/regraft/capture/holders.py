@@ -16,6 +16,8 @@ _CONTAINERS = (OrderedDict, dict, list, set, deque)  # the first of which someth
 _KEEPS_NOTHING = (nn.Module, torch.Tensor, type, enum.Enum)  # what else is not of a model has a class of Python's own
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _BY_NAME = ("_parameters", "_buffers", "_modules")
+_CONSTANTS = (int, float, complex, str, bytes, torch.device)
+"""What may be equal and yet two objects. Not sizes: those of a capture would be fixed by being compared."""
 _DEEPEST = 4
 """So far from a module is looked: a cache, its list of layers, one of these, and the dictionary that it has."""
 
@@ -57,12 +59,14 @@ class Holder:
         """The names of what it no longer holds, or only now; its own, where that has none."""
         now = _held(self.what)
         if self.named:
-            names = [
-                name for name in self.held.keys() | now.keys() if self.held.get(name, self) is not now.get(name, self)
-            ]
+            names = (name for name in self.held.keys() | now.keys() if not self._has_still(name, now))
             yield from (f"{self.name}.{name}" if self.name else name for name in names)
         elif self.name is not None and not _same(self.held, now):
             yield self.name
+
+    def _has_still(self, name: str, now: dict[str, Any]) -> bool:
+        old, new = self.held.get(name, self), now.get(name, self)
+        return old is new or (type(old) is type(new) and isinstance(old, _CONSTANTS) and bool(old == new))
 
 
 def holders(model: nn.Module) -> list[Holder]:

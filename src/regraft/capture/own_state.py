@@ -6,7 +6,8 @@ behind makes a difference to the next, there is no graph of it: that of the firs
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+import threading
+from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
@@ -18,20 +19,53 @@ from regraft.capture.holders import holders
 Attribute = tuple[str, str]
 """The path of a module, and the name of an attribute of it."""
 
+_ONE_AT_A_TIME = threading.RLock()
+
+
+def spelled(attribute: Attribute) -> str:
+    """An attribute as one name: `"layer.0.weights"`.
+
+    Args:
+        attribute: The attribute.
+    """
+    return ".".join(filter(None, attribute))
+
+
+def set_attribute(model: nn.Module, attribute: Attribute, value: Any) -> None:
+    """Set what a forward sets.
+
+    Args:
+        model: The model.
+        attribute: The attribute.
+        value: What to set it to.
+    """
+    path, name = attribute
+    setattr(model.get_submodule(path), name, value)
+
 
 @contextmanager
 def set_meanwhile(model: nn.Module) -> Iterator[set[Attribute]]:
-    """Which attributes of a model get another value; known on leaving.
+    """Which attributes of a model are set, be it to the value that they have.
 
     Args:
         model: The model.
     """
-    before = {path: dict(vars(module)) for path, module in model.named_modules()}
+    paths = {id(module): path for path, module in model.named_modules()}
     found: set[Attribute] = set()
-    yield found
-    for path, module in model.named_modules():
-        had = before.get(path, {})
-        found.update((path, name) for name, value in vars(module).items() if name in had and value is not had[name])
+
+    def note(module: nn.Module, name: str, value: Any) -> None:
+        set_plainly(module, name, value)
+        if name in vars(module) and id(module) in paths:
+            found.add((paths[id(module)], name))
+
+    with _ONE_AT_A_TIME:
+        set_plainly: Callable[[nn.Module, str, Any], None] = nn.Module.__setattr__
+        every_module: Any = nn.Module
+        every_module.__setattr__ = note
+        try:
+            yield found
+        finally:
+            every_module.__setattr__ = set_plainly
 
 
 @contextmanager
@@ -50,15 +84,15 @@ def changed_meanwhile(model: nn.Module) -> Iterator[set[str]]:
 
 
 @contextmanager
-def used_meanwhile(model: nn.Module, attributes: Set[Attribute]) -> Iterator[set[Attribute]]:
-    """Which of some attributes are read, set or deleted.
+def used_meanwhile(model: nn.Module, attributes: Set[Attribute]) -> Iterator[dict[Attribute, str]]:
+    """Which of some attributes are read, set or deleted, and what is done first to each: `"get"`, `"set"`, `"delete"`.
 
     Args:
         model: The model.
         attributes: The attributes.
     """
     modules = dict(model.named_modules())
-    found: set[Attribute] = set()
+    found: dict[Attribute, str] = {}
     with ExitStack() as stack:
         for path, name in attributes:
             cls = type(modules[path])
@@ -70,31 +104,31 @@ def used_meanwhile(model: nn.Module, attributes: Set[Attribute]) -> Iterator[set
             if isinstance(asked, _Asked):
                 asked.paths[id(modules[path])] = path
             else:  # the class has one too, and who asks for which cannot be seen
-                found.add((path, name))
+                found[path, name] = "get"
         yield found
 
 
 class _Asked:
     """Stands in a class for an attribute of its instances, and writes down which of them were asked for it."""
 
-    def __init__(self, name: str, found: set[Attribute]) -> None:
+    def __init__(self, name: str, found: dict[Attribute, str]) -> None:
         self.name, self.found = name, found
         self.paths: dict[int, str] = {}
 
-    def _note(self, module: Any) -> dict[str, Any]:
+    def _note(self, module: Any, how: str) -> dict[str, Any]:
         if id(module) in self.paths:
-            self.found.add((self.paths[id(module)], self.name))
+            self.found.setdefault((self.paths[id(module)], self.name), how)
         having: dict[str, Any] = vars(module)
         return having
 
     def __get__(self, module: Any, cls: Any) -> Any:
         try:
-            return self._note(module)[self.name]
+            return self._note(module, "get")[self.name]
         except (KeyError, TypeError):  # TypeError: it is the class that was asked, and it has none
             raise AttributeError(self.name) from None
 
     def __set__(self, module: Any, value: Any) -> None:
-        self._note(module)[self.name] = value
+        self._note(module, "set")[self.name] = value
 
     def __delete__(self, module: Any) -> None:
-        del self._note(module)[self.name]
+        del self._note(module, "delete")[self.name]

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from regraft.capture import caches
 from regraft.capture.codegen import CallingCodeGen
-from regraft.capture.own_state import Attribute
+from regraft.capture.own_state import Attribute, set_attribute
 from regraft.core.fx_private import codegen_of
 
 _Kind = tuple[torch.dtype, torch.device, int]
@@ -47,6 +47,8 @@ class Entry:
         gm: The graph module.
         sample: The call it was captured with, as `Reader.read` gives it.
         ignores: Attributes that the model sets itself as it runs, and with which the graph has nothing to do.
+        sets: Attributes that it sets and the graph returns, in a list beside the result, and whether each is a
+            `torch.Size`, which a graph returns as a tuple.
 
     Attributes:
         fills: Whether a cache that is given can be filled from its result, as far as is known.
@@ -54,11 +56,17 @@ class Entry:
     """
 
     def __init__(
-        self, name: str, gm: GraphModule, sample: Mapping[str, Any], ignores: frozenset[Attribute] = frozenset()
+        self,
+        name: str,
+        gm: GraphModule,
+        sample: Mapping[str, Any],
+        ignores: frozenset[Attribute] = frozenset(),
+        sets: Mapping[Attribute, bool] | None = None,
     ) -> None:
         self.name = name
         self.gm = gm
         self.ignores = ignores
+        self.sets = dict(sets or {})
         self.form = tuple(_slot(name, value) for name, value in sample.items())
         self.names = tuple(slot.name for slot in self.form)
         self.engine: Any = None
@@ -117,6 +125,23 @@ class Entry:
             for tensor in floats(call[name]):
                 _expect_finite(name, tensor, strictly)
         return self.gm.forward(**call) if self.engine is None else self.engine(call, unchanged)
+
+    def leave(self, model: nn.Module, result: Any) -> Any:
+        """Set on a model what its forward sets.
+
+        Args:
+            model: The model.
+            result: What the graph returned.
+
+        Returns:
+            The result of the model.
+        """
+        if not self.sets:
+            return result
+        result, values = result
+        for (attribute, is_size), value in zip(self.sets.items(), values):
+            set_attribute(model, attribute, torch.Size(value) if is_size else value)
+        return result
 
 
 def floats(value: Any) -> Sequence[Tensor]:

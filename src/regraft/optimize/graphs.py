@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from regraft.capture import caches, filling
 from regraft.capture.own_state import Attribute
 from regraft.core.mutation import Mutations, weights_written
 from regraft.dropin import Reader
+from regraft.optimize.presets import OTHER_KERNELS
 from regraft.optimize.shorter import shorter_call
+from regraft.optimize.side_effects import with_values
 from regraft.verify import verify
 from regraft.verify.oracle import Oracle
 from regraft.verify.precise import inputs_in_precision
@@ -22,6 +24,11 @@ from regraft.verify.run import Inputs
 SMALL = 1 << 20
 """Bytes of buffers that are put back before each timed call: a mean that grew to infinity, or a count beyond the end of
 a table, would be no call of the model's. Of keys and values, which are more, each call writes the same places anew."""
+
+TWICE = (
+    "the original is kept: called as a whole, the drop-in gives something else; what a hook or a __call__ of the model "
+    "does is in its graph and would be done again: register hooks on the drop-in instead"
+)
 
 LARGE = 2 << 30
 """Bytes of weights beyond which nothing is done unasked that takes room for the weights once more."""
@@ -38,6 +45,7 @@ class Graph:
         oracle: The original, which is called likewise, and its float64 copy, made once for all graphs of a model.
         more: Further calls of the same form, to verify with.
         ignores: Attributes that the model sets itself as it runs, and with which the graph has nothing to do.
+        sets: Attributes that the model sets itself as it runs, and that the graph returns; see `Entry`.
         like: The graph of the same layers whose rewrites this one gets, unmeasured; None for one of its own.
         reader: Reads its calls for a drop-in and its engines; None where they are not of a module.
         seconds: How long the call takes.
@@ -51,6 +59,7 @@ class Graph:
     oracle: Oracle
     more: tuple[Inputs, ...] = ()
     ignores: frozenset[Attribute] = frozenset()
+    sets: dict[Attribute, bool] = field(default_factory=dict)
     like: str | None = None
     reader: Reader | None = None
     seconds: float = 0.0
@@ -131,6 +140,23 @@ class Graph:
         """Whether the original, which may keep something where nobody looks, still gives what it gave at first."""
         args, kwargs = self.inputs
         return verify(self.oracle, self.reference, args, kwargs, vary_sizes=False, vary_values=False).ok
+
+    def is_right_in(self, dropin: nn.Module | None, bound: Mapping[str, Any]) -> bool:
+        """Whether the drop-in gives what the original does: hooks of the whole may be in the graph, and run around it.
+
+        Args:
+            dropin: The drop-in, which runs the graph; None where there is none.
+            bound: How far off the graph may be, as `verify` takes it, where that is not as far as the original itself.
+        """
+        if dropin is None:
+            return True
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            result = dropin(*args, **kwargs)
+            return with_values(dropin, self.sets, result) if self.sets else result
+
+        bound = {"factor": OTHER_KERNELS, **bound}  # an engine may run it
+        return verify(self.oracle, called, *self.inputs, vary_sizes=False, vary_values=False, **bound).ok
 
     def candidate(self) -> Callable[..., Any]:
         """The graph as the original is called: a cache that is given is filled."""

@@ -34,6 +34,8 @@ class GraphResult:
         verdict: Why, as a sentence.
         benchmark: The result against the original; None where it was not measured.
         engine: What was tried to run it and which was taken; None for torch alone.
+        sets: Attributes that the model sets as it runs. Where there are some the graph returns a pair: the result, and
+            a list of what they are set to.
     """
 
     name: str
@@ -44,6 +46,7 @@ class GraphResult:
     verdict: str
     benchmark: Comparison | None
     engine: Any = None
+    sets: tuple[str, ...] = ()
 
     @property
     def graph_module(self) -> GraphModule:
@@ -155,7 +158,8 @@ class Optimized:
     def save(self, path: str | Path) -> Path:
         """Write the rewritten graph of the example call to a file for `torch.export.load`, or `regraft.load`.
 
-        The program that is loaded from it takes what the example gave by position by position, and the rest by name.
+        The program that is loaded from it takes what the example gave by position by position, and the rest by name. It
+        gives the result; there is no model on which it could set anything.
 
         Args:
             path: The file, usually `*.pt2`.
@@ -167,7 +171,8 @@ class Optimized:
         args, kwargs = graph.inputs
         names = list(takewhile(kwargs.__contains__, self.positional))
         named = {name: value for name, value in kwargs.items() if name not in names}
-        saving.save(graph.gm, ((*args, *(kwargs[name] for name in names)), named), path)
+        inputs = (*args, *(kwargs[name] for name in names)), named
+        saving.save(graph.gm, inputs, path, first=bool(graph.sets))
         return Path(path)
 
     def to_dict(self) -> dict[str, Any]:

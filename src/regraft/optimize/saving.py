@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
@@ -21,12 +22,13 @@ logger = logging.getLogger("regraft")
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def exported(gm: GraphModule, inputs: Inputs) -> ExportedProgram:
+def exported(gm: GraphModule, inputs: Inputs, first: bool = False) -> ExportedProgram:
     """The graph as an exported program, with the sizes that vary in the graph.
 
     Args:
         gm: The graph module.
         inputs: A call of it.
+        first: Whether the program is to return the first of what the graph returns.
 
     Raises:
         Exception: What torch raises that cannot export it.
@@ -41,15 +43,29 @@ def exported(gm: GraphModule, inputs: Inputs) -> ExportedProgram:
     dims = iter(axes)
     given = pytree.tree_unflatten([next(larger) if isinstance(x, Tensor) else x for x in leaves], spec)
     dynamic = pytree.tree_unflatten([next(dims) if isinstance(x, Tensor) else None for x in leaves], spec)
+    program = _first_of(gm) if first else gm
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return torch.export.export(gm, *given, dynamic_shapes=_plain(dynamic), strict=False)
+            return torch.export.export(program, *given, dynamic_shapes=_plain(dynamic), strict=False)
         except Exception:  # sizes that cannot all be doubled, or that export ties to each other
             if not any(axes):
                 raise
             logger.warning("the program was exported for the sizes of the example only")
-            return torch.export.export(gm, args, kwargs, strict=False)
+            return torch.export.export(program, args, kwargs, strict=False)
+
+
+def _first_of(gm: GraphModule) -> nn.Module:
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.graph_module = gm
+
+        @functools.wraps(type(gm).forward)
+        def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+            return self.graph_module(*args, **kwargs)[0]
+
+    return First()
 
 
 def _varying(value: Tensor) -> dict[int, Any]:
@@ -73,15 +89,16 @@ def _plain(dynamic: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
     return (*args, *kwargs.values())
 
 
-def save(gm: GraphModule, inputs: Inputs, path: str | Path) -> None:
+def save(gm: GraphModule, inputs: Inputs, path: str | Path, first: bool = False) -> None:
     """Write the graph to a `.pt2` file.
 
     Args:
         gm: The graph module.
         inputs: A call of it.
         path: The file.
+        first: As for `exported`.
     """
-    torch.export.save(exported(gm, inputs), path)
+    torch.export.save(exported(gm, inputs, first), path)
 
 
 def load(path: str | Path) -> GraphModule:

@@ -7,6 +7,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -16,7 +17,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from regraft.capture import lift, trace
-from regraft.capture.own_state import Attribute, set_meanwhile, used_meanwhile
+from regraft.capture.own_state import Attribute, set_meanwhile, spelled, used_meanwhile
 from regraft.capture.sample_inputs import Unmakeable, example_call
 from regraft.capture.transformers_adapter import is_pretrained, main_inputs
 from regraft.capture.untouched import untouched, values_kept
@@ -26,6 +27,7 @@ from regraft.dropin import Entry, Reader, share
 from regraft.optimize.axes import axes_of
 from regraft.optimize.graphs import Graph
 from regraft.optimize.observing import beyond_the_window, calls_of_generate
+from regraft.optimize.side_effects import returning, side_effects
 from regraft.verify.oracle import Oracle
 from regraft.verify.run import Inputs
 
@@ -44,6 +46,7 @@ class Subject:
         call: The caller's own call of a module, by name.
         notes: What the caller should know.
         positional: The names of the arguments that the caller gave by position.
+        evaluated: The original as it is to be run where no graph of it is: a module in eval mode.
     """
 
     original: nn.Module | ExportedProgram
@@ -53,6 +56,17 @@ class Subject:
     call: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     positional: tuple[str, ...] = ()
+    evaluated: nn.Module | None = None
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Put back, on leaving, what running the model and its graphs changes about them."""
+        with ExitStack() as stack:
+            for model in (self.evaluated, self.twin):
+                if model is not None:
+                    stack.enter_context(untouched(model))
+            stack.enter_context(values_kept(buffer for graph in self.graphs for buffer in graph.written))
+            yield
 
 
 def subject_of(
@@ -123,7 +137,7 @@ def _module(
             continue
         say("capturing the model" + (f"'s {name}" if name != "forward" else ""))
         try:
-            graphs.append(replace(_captured(name, twin, reader, oracle, calls, dynamic_shapes, own), like=like))
+            graphs.append(replace(_captured(name, twin, reader, oracle, calls, dynamic_shapes, own, notes), like=like))
         except CaptureError as error:
             failures[name] = error
     if not graphs:
@@ -131,7 +145,7 @@ def _module(
     for name, failure in failures.items():
         notes.append(f"{name} was not captured, so the original runs it: {failure}")
         logger.warning("%s", notes[-1])
-    return Subject(model, twin, reader, graphs, call, notes, reader.names[: len(inputs[0])])
+    return Subject(model, twin, reader, graphs, call, notes, reader.names[: len(inputs[0])], reference)
 
 
 def _of_generate(
@@ -160,18 +174,45 @@ def _captured(
     calls: list[dict[str, Any]],
     dynamic_shapes: Any,
     own: Set[Attribute],
+    notes: list[str],
 ) -> Graph:
     """The graph of a call, and of those like it, which has been run once."""
     first = calls[0]
     shapes = axes_of(twin, first) if dynamic_shapes == "auto" and is_pretrained(twin) else dynamic_shapes
     with used_meanwhile(twin, own) as used:
         gm = trace(twin, *reader.apart(first), dynamic_shapes=shapes)
-    graph = Graph(name, gm, reader.apart(first), oracle, ignores=frozenset(own - used), reader=reader)
-    with values_kept(graph.written):
+    graph = Graph(name, gm, reader.apart(first), oracle, ignores=frozenset(own - used.keys()), reader=reader)
+    with untouched(twin), values_kept(graph.written):
         _expect_to_run(graph)
         seconds = _seconds_of(graph)
-    entry = Entry(name, gm, first)
+    if not is_pretrained(twin):
+        graph = _with_side_effects(graph, twin, shapes, notes)
+    entry = Entry(name, graph.gm, first)
     return replace(graph, seconds=seconds, more=tuple(reader.apart(one) for one in calls[1:] if entry.takes(one)))
+
+
+def _with_side_effects(graph: Graph, twin: nn.Module, shapes: Any, notes: list[str]) -> Graph:
+    """The graph, or one that returns as well what each call leaves on the model."""
+    sets, others = side_effects(twin, graph.inputs, graph.written)
+    if sets:
+        args, kwargs = graph.inputs
+        reference: Any = graph.reference
+        try:
+            gm = trace(returning(twin, sets), args, kwargs, dynamic_shapes=shapes)
+        except CaptureError:  # one of them is what no graph can return
+            others += map(spelled, sets)
+        else:
+            oracle = _oracle(returning(reference, sets))
+            graph = replace(graph, gm=gm, oracle=oracle, ignores=graph.ignores.union(sets), sets=sets)
+            named = ", ".join(map(spelled, sets))
+            notes.append(f"the model sets {named} as it runs: the graph returns that too, and the drop-in sets it")
+    if others:
+        notes.append(
+            f"the model changes {', '.join(others)} from one call to the next, which no graph does: "
+            "where one runs, that stays as it was"
+        )
+        logger.warning("%s", notes[-1])
+    return graph
 
 
 def _oracle(reference: nn.Module) -> Oracle:

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from regraft.capture.untouched import values_kept
+from regraft.capture.own_state import spelled
 from regraft.core.transformation import Transformation
 from regraft.dropin import Entry, Grafts, Reader, make_dropin, without_grafts
 from regraft.optimize import saving
 from regraft.optimize.engines import PAIRS, adopt_engine, pause_after
 from regraft.optimize.finite import must_be_finite
-from regraft.optimize.graphs import Graph
+from regraft.optimize.graphs import TWICE, Graph
 from regraft.optimize.presets import OTHER_KERNELS, PACKING
 from regraft.optimize.progress import Progress
 from regraft.optimize.result import GraphResult, Optimized
@@ -111,14 +111,9 @@ class Work:
     """
 
     def __init__(self, subject: Subject, verified: bool, settings: Settings, progress: Progress) -> None:
-        self.subject = subject
-        self.settings = settings
-        measured, seconds = settings.measured, settings.seconds
-        self.verified = verified
-        self.measured = measured
-        self.seconds = seconds
-        self.progress = progress
-        self.steppers = [Stepper(graph, measured, seconds) for graph in subject.graphs]
+        self.subject, self.settings, self.progress = subject, settings, progress
+        self.verified, self.measured, self.seconds = verified, settings.measured, settings.seconds
+        self.steppers = [Stepper(graph, self.measured, self.seconds) for graph in subject.graphs]
         self.verifications: dict[str, Verification] = {}
         self.benchmarks: dict[str, Comparison] = {}
         self.verdicts: dict[str, str] = {}
@@ -131,8 +126,8 @@ class Work:
         return self.subject.graphs
 
     def run(self) -> Work:
-        """All of it; the buffers that are written to meanwhile are left as they were."""
-        with values_kept(buffer for graph in self.graphs for buffer in graph.written):
+        """All of it; what models set meanwhile and the buffers that are written to are left as they were."""
+        with self.subject.untouched():
             self.transform()
             self.verify()
             self.install()
@@ -202,7 +197,7 @@ class Work:
     def install(self) -> None:
         """Make the drop-in, with every graph that is right."""
         self.entries = {
-            graph.name: Entry(graph.name, graph.gm, graph.call, graph.ignores)
+            graph.name: Entry(graph.name, graph.gm, graph.call, graph.ignores, graph.sets)
             for graph in self.graphs
             if graph.name not in self.verdicts
         }
@@ -221,6 +216,10 @@ class Work:
                 continue
             self.progress.next(f"{graph.name}: measuring")
             self.entries[graph.name].finite = must_be_finite(graph, self.entries[graph.name])
+            if self.verified and not graph.is_right_in(self.subject.twin, self._bound(graph)):
+                self.verdicts[graph.name] = TWICE
+                del self.entries[graph.name]
+                continue
             runs = self.engines[graph.name].engine if graph.name in self.engines else "torch"
             known = graph.seconds if self.verified else 0.0  # else the original has not run yet
             settings = {**clock(self.seconds, pause_after(runs), known), "min_pairs": PAIRS}
@@ -279,12 +278,13 @@ class Work:
             verdict=self.verdicts[graph.name],
             benchmark=self.benchmarks.get(graph.name),
             engine=self.engines.get(graph.name),
+            sets=tuple(map(spelled, graph.sets)),
         )
 
     def _model(self) -> Any:
         subject = self.subject
         if not self.entries:
-            return subject.original if subject.twin is None else self.graphs[0].reference
+            return subject.original if subject.evaluated is None else subject.evaluated
         if isinstance(subject.original, ExportedProgram):
             return saving.exported(self.graphs[0].gm, self.graphs[0].inputs)
         if subject.twin is None or subject.reader is None:
