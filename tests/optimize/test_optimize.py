@@ -15,7 +15,7 @@ from typing import ClassVar
 import pytest
 import torch
 from models import bert, every_engine, heads, ids, image
-from torch import nn
+from torch import Tensor, nn
 
 import regraft as rg
 from regraft.dropin import grafts_of
@@ -710,3 +710,29 @@ def test_other_kernels_may_round_more(monkeypatch, transformation: rg.Transforma
     monkeypatch.setattr(work, "compare_results", lambda *a, **k: given.append(k.get("factor")) or rg.verify(*a, **k))
     run(heads(), (image(),), transformations=[transformation], engine="eager", **ALL)
     assert given == [factor]
+
+
+class Unpacking(nn.Module):
+    """Takes numbers of eight bits, and has a sparse table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 8)
+        self.register_buffer("table", (torch.eye(6) * torch.randn(6)).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(torch.sparse.mm(self.table, x.float()))))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_numbers_of_eight_bits_and_sparse_buffers(dtype: torch.dtype) -> None:
+    model = Unpacking().eval()
+    result = optimize(model, (torch.randn(6, 16).to(dtype),), keep="all", seconds=0.01)
+    assert result.verification is not None
+    assert len(result.verification.cases) > 1
+    x = torch.randn(6, 16).to(dtype)
+    with torch.no_grad():
+        torch.testing.assert_close(result.model(x), model(x))
+        assert grafts_of(result.model).calls["forward"] == 1
+        model.table.mul_(2)  # which the drop-in reads as well
+        torch.testing.assert_close(result.model(x), model(x))

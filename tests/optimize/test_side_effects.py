@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import random
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -312,19 +313,45 @@ def test_what_is_made_once_is_no_side_effect() -> None:
 
 
 class Unreturnable(Pair):
-    """Sets what is in no graph: an object made anew, and types."""
+    """Sets what is in no graph: an object made anew, types, and what is not strided."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.compute(x)
         self.made, self.dtype, self.device, self.generator = object(), x.dtype, x.device, torch.Generator()
-        self.mean = y.mean()
+        self.mean, self.sparse = y.mean(), y[0].to_sparse()
         return y
 
 
 def test_what_no_graph_can_return_is_named() -> None:
     result = optimized(Unreturnable().eval(), drawn())
     assert result.graphs[0].sets == ("mean",)
-    assert any("changes generator, made from one call to the next" in note for note in result.notes)
+    assert any("changes generator, made, sparse from one call to the next" in note for note in result.notes)
+
+
+class Many(Pair):
+    def forward(self, x: Tensor) -> Tensor:
+        for index in range(12):
+            setattr(self, f"size_{index:02}", x.shape[0] + index)
+        return self.compute(x)
+
+
+def test_of_many_names_some_are_given() -> None:
+    (note,) = optimized(Many().eval(), drawn()).notes
+    assert note.startswith("the model sets size_00, size_01,")
+    assert "size_07 and 4 more as it runs" in note
+
+
+def test_what_turns_out_to_be_in_no_graph_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(model: nn.Module, attributes: Any) -> nn.Module:
+        raise rg.CaptureError(f"not {list(attributes)} of {type(model).__name__}")
+
+    monkeypatch.setattr(sys.modules["regraft.optimize.subjects"], "returning", refuse)
+    result, x = optimized(model := Reversible().eval(), drawn()), drawn()
+    assert result.graphs[0].sets == ()
+    assert any("changes mean, std from one call to the next" in note for note in result.notes)
+    with torch.no_grad():
+        torch.testing.assert_close(result.model(x), model(x))
+    assert grafts_of(result.model).calls["forward"] == 1
 
 
 def with_a_forward_of_its_own(model: nn.Module) -> nn.Module:
@@ -361,7 +388,7 @@ def test_a_model_that_sets_nothing_is_called_once_to_know_it() -> None:
 
     model, counted = Pair(), []
     model.forward = lambda x: counted.append(1) or model.compute(x)
-    assert side_effects.side_effects(model, ((drawn(),), {}), []) == ({}, [])
+    assert side_effects.side_effects(model, ((drawn(),), {})) == ({}, [])
     assert len(counted) == 1
 
 

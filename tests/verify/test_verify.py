@@ -438,6 +438,22 @@ def test_a_write_that_makes_no_difference_may_be_left_out() -> None:
     assert verify(Last(lambda x: x * 0), Last(None), (torch.rand(3, 40),)).ok
 
 
+def test_inputs_of_eight_bits() -> None:
+    x = torch.randn(4, 16).to(torch.float8_e4m3fn)
+    layer = torch.nn.Linear(16, 4).eval()
+
+    def overwriting(x: torch.Tensor) -> torch.Tensor:
+        y = layer(x.float())
+        x.copy_(x.float() + 1)
+        return y
+
+    found = verify(lambda x: layer(x.float()), lambda x: layer(x.float()) + 0, (x,))
+    assert found.ok
+    assert any("other values" in case.label for case in found.cases)
+    assert not verify(lambda x: layer(x.float()), lambda x: layer(x.float()) * 1.001, (x,)).ok
+    assert not verify(lambda x: layer(x.float()), overwriting, (x,)).ok
+
+
 def test_buffers_of_the_reference_that_a_function_writes_to() -> None:
     reference = Counting(WRITES["once"])
 

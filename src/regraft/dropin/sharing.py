@@ -58,6 +58,8 @@ def _attributes(model: nn.Module) -> Iterator[Tensor]:
 
 def _twin(tensor: Tensor) -> Tensor:
     """Another tensor object over the same memory, which also sees the same count of writes."""
+    if tensor.layout is not torch.strided:
+        return tensor  # a write gives it other memory, which a second object would not have
     if type(tensor) is nn.Parameter:
         with torch.inference_mode(tensor.is_inference()):  # such a tensor may want a gradient only there
             twin: Tensor = nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)

@@ -87,7 +87,7 @@ class Watch:
         tensors = list({id(value): value for value in contents if isinstance(value, Tensor)}.values())
         free = set(map(id, written))
         read = [t for t in tensors if not t.is_inference() and id(t) not in free]
-        plain = [t for t in read if type(t) in (Tensor, nn.Parameter)]
+        plain = [t for t in read if type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided]
         hooks = [getattr(m, name) for m in modules if m is not model for name in _HOOKS]
         # what was seen is in the key, so that two memories of one thing in two states are two
         memory: dict[str, dict[Any, Any]] = {

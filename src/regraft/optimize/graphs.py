@@ -13,7 +13,7 @@ from regraft.capture import caches, filling
 from regraft.capture.own_state import Attribute
 from regraft.core.mutation import Mutations, weights_written
 from regraft.dropin import Reader
-from regraft.optimize.presets import OTHER_KERNELS
+from regraft.optimize.presets import LARGE, OTHER_KERNELS
 from regraft.optimize.shorter import shorter_call
 from regraft.optimize.side_effects import with_values
 from regraft.verify import verify
@@ -29,9 +29,6 @@ TWICE = (
     "the original is kept: called as a whole, the drop-in gives something else; what a hook or a __call__ of the model "
     "does is in its graph and would be done again: register hooks on the drop-in instead"
 )
-
-LARGE = 2 << 30
-"""Bytes of weights beyond which nothing is done unasked that takes room for the weights once more."""
 
 
 @dataclass

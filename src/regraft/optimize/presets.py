@@ -17,6 +17,10 @@ _FUSE = ("FuseAttention", "FuseNorm", "FuseGelu", "HoistActivation", "FoldScale"
 _TIDY = ("RemoveDeadWork", "RemoveUnreadRows")  # what was there for a norm that is folded; queries, before they merge
 _MERGE = ("MergeLinears", "MergeConvs")
 PACKING = ("PrepackForCpu",)
+
+LARGE = 2 << 30
+"""Bytes of weights beyond which nothing is done unasked that takes room for the weights once more."""
+
 OTHER_KERNELS = 4.0
 """How many times the reference's error is allowed where other kernels run, those of packed layers or of an engine: they
 order sums otherwise, and there are as many in a row as the model is deep."""

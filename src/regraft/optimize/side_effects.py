@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -16,27 +16,34 @@ from torch.utils import _pytree as pytree
 
 from regraft.capture.own_state import Attribute, changed_meanwhile, set_meanwhile, spelled, used_meanwhile
 from regraft.capture.untouched import untouched, values_kept
+from regraft.optimize.presets import LARGE
 from regraft.verify.precise import inputs_in_precision
 from regraft.verify.run import Inputs
+from regraft.verify.tree import unsupported
 
-_LEAVES = (Tensor, bool, int, float, str, type(None))
+_CONSTANTS = (bool, int, float, str, type(None))
 
 
-def side_effects(
-    model: nn.Module, inputs: Inputs, written: Iterable[Tensor]
-) -> tuple[dict[Attribute, bool], list[str]]:
+def side_effects(model: nn.Module, inputs: Inputs) -> tuple[dict[Attribute, bool], list[str]]:
     """What every call leaves on a model.
 
     Args:
         model: The model, which is as it was afterwards.
         inputs: A call of it.
-        written: The buffers and parameters that it writes to in place.
 
     Returns:
         The attributes that each call sets before it reads them, whatever they were, and whether each is a `torch.Size`;
-        and the names of what else changes from one call to the next, which no graph can do.
+        and the names of what else changes from one call to the next, which no graph can do. Nothing of a model that
+        cannot be called, or has no memory for its weights.
     """
-    with torch.no_grad(), untouched(model), values_kept(written):
+    try:
+        return _found(model, inputs)
+    except Exception:  # whatever a model raises; its capture says what is wrong
+        return {}, []
+
+
+def _found(model: nn.Module, inputs: Inputs) -> tuple[dict[Attribute, bool], list[str]]:
+    with torch.no_grad(), untouched(model), values_kept(_weights(model)):
         with set_meanwhile(model) as assigned, changed_meanwhile(model) as changed:
             _call(model, inputs)
         if not assigned and not changed:
@@ -84,6 +91,12 @@ def with_values(model: nn.Module, attributes: Collection[Attribute], result: Any
     return result, [tuple(value) if isinstance(value, torch.Size) else value for value in values]
 
 
+def _weights(model: nn.Module) -> list[Tensor]:
+    """What a call may write to: buffers, and parameters, unless those are much to copy for what hardly a model does."""
+    parameters = list(model.parameters())
+    return [*model.buffers(), *(parameters if sum(p.nbytes for p in parameters) <= LARGE else [])]
+
+
 def _call(model: nn.Module, inputs: Inputs) -> None:
     args, kwargs = inputs_in_precision(inputs, None)
     model(*args, **kwargs)
@@ -95,7 +108,11 @@ def _value(model: nn.Module, attribute: Attribute) -> Any:
 
 
 def _is_returnable(value: Any) -> bool:
-    return isinstance(value, torch.Size) or all(isinstance(leaf, _LEAVES) for leaf in pytree.tree_leaves(value))
+    return isinstance(value, torch.Size) or all(map(_is_leaf, pytree.tree_leaves(value)))
+
+
+def _is_leaf(value: Any) -> bool:
+    return unsupported(value) is None if isinstance(value, Tensor) else isinstance(value, _CONSTANTS)
 
 
 def _can_return(model: nn.Module) -> bool:

@@ -6,7 +6,7 @@ import copy
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -32,6 +32,9 @@ from regraft.verify.oracle import Oracle
 from regraft.verify.run import Inputs
 
 logger = logging.getLogger("regraft")
+
+_NAMED = 8
+"""So many attributes are named in a sentence."""
 
 
 @dataclass
@@ -178,41 +181,46 @@ def _captured(
 ) -> Graph:
     """The graph of a call, and of those like it, which has been run once."""
     first = calls[0]
+    inputs = reader.apart(first)
     shapes = axes_of(twin, first) if dynamic_shapes == "auto" and is_pretrained(twin) else dynamic_shapes
+    sets, others = side_effects(twin, inputs) if not is_pretrained(twin) else ({}, [])
     with used_meanwhile(twin, own) as used:
-        gm = trace(twin, *reader.apart(first), dynamic_shapes=shapes)
-    graph = Graph(name, gm, reader.apart(first), oracle, ignores=frozenset(own - used.keys()), reader=reader)
+        try:
+            gm = trace(returning(twin, sets) if sets else twin, *inputs, dynamic_shapes=shapes)
+        except CaptureError:
+            if not sets:
+                raise
+            gm = trace(twin, *inputs, dynamic_shapes=shapes)  # what it sets is what no graph can return
+            sets, others = {}, sorted({*others, *map(spelled, sets)})
+    ignores = frozenset(own - used.keys()).union(sets)
+    if sets:
+        reference: Any = oracle.reference
+        oracle = _oracle(returning(reference, sets))
+    notes += _remarks(sets, others)
+    graph = Graph(name, gm, inputs, oracle, ignores=ignores, sets=sets, reader=reader)
     with untouched(twin), values_kept(graph.written):
         _expect_to_run(graph)
         seconds = _seconds_of(graph)
-    if not is_pretrained(twin):
-        graph = _with_side_effects(graph, twin, shapes, notes)
-    entry = Entry(name, graph.gm, first)
+    entry = Entry(name, gm, first)
     return replace(graph, seconds=seconds, more=tuple(reader.apart(one) for one in calls[1:] if entry.takes(one)))
 
 
-def _with_side_effects(graph: Graph, twin: nn.Module, shapes: Any, notes: list[str]) -> Graph:
-    """The graph, or one that returns as well what each call leaves on the model."""
-    sets, others = side_effects(twin, graph.inputs, graph.written)
+def _remarks(sets: Iterable[Attribute], others: Iterable[str]) -> Iterator[str]:
+    """What to say of what a model leaves on itself."""
     if sets:
-        args, kwargs = graph.inputs
-        reference: Any = graph.reference
-        try:
-            gm = trace(returning(twin, sets), args, kwargs, dynamic_shapes=shapes)
-        except CaptureError:  # one of them is what no graph can return
-            others += map(spelled, sets)
-        else:
-            oracle = _oracle(returning(reference, sets))
-            graph = replace(graph, gm=gm, oracle=oracle, ignores=graph.ignores.union(sets), sets=sets)
-            named = ", ".join(map(spelled, sets))
-            notes.append(f"the model sets {named} as it runs: the graph returns that too, and the drop-in sets it")
+        yield f"the model sets {_some(map(spelled, sets))} as it runs: the graph returns that too, the drop-in sets it"
     if others:
-        notes.append(
-            f"the model changes {', '.join(others)} from one call to the next, which no graph does: "
+        lost = (
+            f"the model changes {_some(others)} from one call to the next, which no graph does: "
             "where one runs, that stays as it was"
         )
-        logger.warning("%s", notes[-1])
-    return graph
+        logger.warning("%s", lost)
+        yield lost
+
+
+def _some(names: Iterable[str]) -> str:
+    every = list(names)
+    return ", ".join(every[:_NAMED]) + (f" and {len(every) - _NAMED} more" if len(every) > _NAMED else "")
 
 
 def _oracle(reference: nn.Module) -> Oracle:

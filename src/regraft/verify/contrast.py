@@ -12,7 +12,7 @@ from regraft.verify.errors import measure
 from regraft.verify.oracle import Truth
 from regraft.verify.result import Leaf
 from regraft.verify.run import Run
-from regraft.verify.tree import Opaque, Tree, same_class, unsupported
+from regraft.verify.tree import Opaque, Tree, computable, same_class, unsupported
 
 Numbers = dict[str, Measured]
 
@@ -120,6 +120,7 @@ def _identical(one: object, other: object) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if one.shape != other.shape or one.dtype != other.dtype or unsupported(one) or unsupported(other):
             return False
+        one, other = computable(one), computable(other)
         return torch.equal(torch.nan_to_num(one), torch.nan_to_num(other)) and torch.equal(one != one, other != other)
     return type(one) is type(other) and (isinstance(one, Opaque) or _equal(one, other))
 

@@ -117,6 +117,15 @@ def same_class(one: type, other: type) -> bool:
     return one is other or (one.__module__, one.__qualname__) == (other.__module__, other.__qualname__)
 
 
+def computable(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor, in float32 where it has a type of floating point of eight bits, for which torch has hardly a kernel.
+
+    >>> computable(torch.ones(1).to(torch.float8_e5m2)), computable(torch.ones(1, dtype=torch.bfloat16))
+    (tensor([1.]), tensor([1.], dtype=torch.bfloat16))
+    """
+    return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
+
+
 def unsupported(tensor: torch.Tensor) -> str | None:
     """Why verify cannot compare this tensor, as the end of a sentence, or None if it can."""
     if tensor.is_nested:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from regraft.verify.run import Inputs, inputs_tree
-from regraft.verify.tree import unsupported
+from regraft.verify.tree import computable, unsupported
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -66,8 +66,10 @@ def is_rich(tensor: Tensor) -> bool:
     Args:
         tensor: The tensor.
     """
-    values = tensor.detach()
-    return tensor.dtype.is_floating_point and bool(((values != values.round()) & values.isfinite()).any())
+    if not tensor.dtype.is_floating_point:
+        return False
+    values = computable(tensor.detach())
+    return bool(((values != values.round()) & values.isfinite()).any())
 
 
 def _tells(tensor: Tensor) -> bool:
