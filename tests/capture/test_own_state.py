@@ -99,13 +99,37 @@ def test_every_way_of_asking_counts() -> None:
     assert not hasattr(model.left, "last")
 
 
-def test_what_its_class_has_too_counts_as_asked() -> None:
+class Deriving(Counting):
+    @property
+    def doubled(self) -> int:
+        return self.count * 2
+
+
+def test_what_its_class_has_too() -> None:
     model = Pair()
+    model.right = Deriving()
     model.left.shared = 2
-    with used_meanwhile(model, {("left", "shared")}) as used:
+    asked = {("left", "shared"), ("right", "shared")}
+    with used_meanwhile(model, asked) as used:
+        assert (Counting.shared, model.right.shared, hasattr(Counting, "shared")) == (None, None, True)
+        assert used == {("right", "shared"): "get"}
+        assert model.left.shared == 2
+        model.right.shared = 3
+        assert (model.left.shared, model.right.shared, Counting().shared) == (2, 3, None)
+    assert used == {("right", "shared"): "get", ("left", "shared"): "get"}
+    assert (vars(Counting)["shared"], "shared" in vars(Deriving)) == (None, False)
+    with used_meanwhile(model, asked) as used:
+        model.left.shared = 4
+    assert used == {("left", "shared"): "set"}
+
+
+def test_a_property_counts_as_asked() -> None:
+    model = Pair()
+    model.right = Deriving()
+    with used_meanwhile(model, {("right", "doubled")}) as used:
         pass
-    assert used == {("left", "shared"): "get"}
-    assert (model.left.shared, Counting.shared) == (2, None)
+    assert used == {("right", "doubled"): "get"}
+    assert isinstance(vars(Deriving)["doubled"], property)
 
 
 class Keeping(nn.Module):

@@ -96,6 +96,17 @@ class Again(Pair):
         return self.second(self.features)
 
 
+class Defaulted(Pair):
+    """Has a default for what it sets in its class."""
+
+    mean: Tensor | None = None
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean, self.calls = x.mean(), 3
+        return self.compute(x) + self.calls
+
+
 class Twice(nn.Module):
     """Runs a part twice, whose last value stays."""
 
@@ -108,7 +119,7 @@ class Twice(nn.Module):
 
 
 KINDS: dict[str, type[nn.Module]] = {
-    kind.__name__: kind for kind in (Layers, Sizes, Auxiliary, Reversible, Again, Twice)
+    kind.__name__: kind for kind in (Layers, Sizes, Auxiliary, Reversible, Again, Defaulted, Twice)
 }
 
 
@@ -278,6 +289,18 @@ class Counting(Pair):
         return self.compute(x)
 
 
+class Listing(Pair):
+    """Sets nothing, and fills a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x)
+        return self.compute(x)
+
+
 class Caching(Pair):
     """Makes a table for a length, once."""
 
@@ -300,6 +323,13 @@ def test_what_changes_from_call_to_call_is_named(caplog: pytest.LogCaptureFixtur
     assert note.startswith("the model changes calls, seen from one call")
     assert note in caplog.messages
     assert (result.original.calls, result.original.seen) == (0, [])
+
+
+def test_a_container_alone_is_named() -> None:
+    result = optimized(Listing().eval(), drawn())
+    assert result.graphs[0].sets == ()
+    assert any("changes seen from one call to the next" in note for note in result.notes)
+    assert result.original.seen == []
 
 
 def test_what_is_made_once_is_no_side_effect() -> None:

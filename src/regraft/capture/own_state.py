@@ -6,6 +6,7 @@ behind makes a difference to the next, there is no graph of it: that of the firs
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,7 @@ Attribute = tuple[str, str]
 """The path of a module, and the name of an attribute of it."""
 
 _ONE_AT_A_TIME = threading.RLock()
+_NOTHING = object()
 
 
 def spelled(attribute: Attribute) -> str:
@@ -96,23 +98,24 @@ def used_meanwhile(model: nn.Module, attributes: Set[Attribute]) -> Iterator[dic
     with ExitStack() as stack:
         for path, name in attributes:
             cls = type(modules[path])
-            asked = vars(cls).get(name)
-            if asked is None and not hasattr(cls, name):
-                asked = _Asked(name, found)
+            asked = inspect.getattr_static(cls, name, _NOTHING)
+            if not isinstance(asked, _Asked):
+                if hasattr(type(asked), "__get__"):  # a property, which keeps its values elsewhere
+                    found[path, name] = "get"
+                    continue
+                put_back = (setattr, cls, name, asked) if name in vars(cls) else (delattr, cls, name)
+                asked = _Asked(name, found, asked)
                 setattr(cls, name, asked)
-                stack.callback(delattr, cls, name)
-            if isinstance(asked, _Asked):
-                asked.paths[id(modules[path])] = path
-            else:  # the class has one too, and who asks for which cannot be seen
-                found[path, name] = "get"
+                stack.callback(*put_back)
+            asked.paths[id(modules[path])] = path
         yield found
 
 
 class _Asked:
     """Stands in a class for an attribute of its instances, and writes down which of them were asked for it."""
 
-    def __init__(self, name: str, found: dict[Attribute, str]) -> None:
-        self.name, self.found = name, found
+    def __init__(self, name: str, found: dict[Attribute, str], default: Any) -> None:
+        self.name, self.found, self.default = name, found, default
         self.paths: dict[int, str] = {}
 
     def _note(self, module: Any, how: str) -> dict[str, Any]:
@@ -124,8 +127,10 @@ class _Asked:
     def __get__(self, module: Any, cls: Any) -> Any:
         try:
             return self._note(module, "get")[self.name]
-        except (KeyError, TypeError):  # TypeError: it is the class that was asked, and it has none
-            raise AttributeError(self.name) from None
+        except (KeyError, TypeError):  # TypeError: it is the class that was asked
+            if self.default is _NOTHING:
+                raise AttributeError(self.name) from None
+            return self.default
 
     def __set__(self, module: Any, value: Any) -> None:
         self._note(module, "set")[self.name] = value

@@ -81,8 +81,10 @@ class Watch:
         tables: list[Any] = [table for m in modules for table in (m._parameters, m._buffers, m._modules) if table]
         contents = chain.from_iterable(map(dict.values, tables))
         attributes = {id(m): _attributes(m) for m in modules}
+        names = {id(m): set(vars(m)) for m in modules}
         for path, name in ignored:
             attributes[id(model.get_submodule(path))].pop(name, None)
+            names[id(model.get_submodule(path))].add(name)
         contents = chain(contents, chain.from_iterable(map(dict.values, attributes.values())))
         tensors = list({id(value): value for value in contents if isinstance(value, Tensor)}.values())
         free = set(map(id, written))
@@ -93,7 +95,7 @@ class Watch:
         memory: dict[str, dict[Any, Any]] = {
             "states": {id(m): vars(m) for m in modules},
             "tables": {(id(table), *map(id, table.values())): (table, list(table.values())) for table in tables},
-            "attributes": {id(m): (m, set(vars(m)), attributes[id(m)]) for m in modules},
+            "attributes": {id(m): (m, names[id(m)], attributes[id(m)]) for m in modules},
             "hooks": {(id(each), _foreign(each)): each for each in hooks if isinstance(each, dict)},
             "parameters": {id(t): t for t in tensors if isinstance(t, nn.Parameter)},
             "dtypes": {(id(t), t.dtype): t for t in tensors},
