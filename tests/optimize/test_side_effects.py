@@ -179,6 +179,8 @@ def test_the_drop_in_sets_what_the_model_would(model: nn.Module, dynamic_shapes:
     before = left_on(model)
     served = optimized(model, x, dynamic_shapes=dynamic_shapes).model
     assert all(value is before[name] for name, value in left_on(model).items())  # the caller's is as it was
+    for name, value in left_on(served).items():  # and so is the other
+        assert_same(value, before[name])
     calls = [drawn(), drawn(), drawn(2, 7), drawn(), drawn(1, 4), drawn()]
     for x in calls:
         assert_runs_as(served, twin, x)
@@ -356,6 +358,21 @@ def test_what_no_graph_can_return_is_named() -> None:
     result = optimized(Unreturnable().eval(), drawn())
     assert result.graphs[0].sets == ("mean",)
     assert any("changes generator, made, sparse from one call to the next" in note for note in result.notes)
+
+
+class Overwriting(Pair):
+    def forward(self, x: Tensor) -> Tensor:
+        self.total = x.sum()
+        x.mul_(2)
+        return self.compute(x)
+
+
+def test_what_it_is_given_is_left_as_it_was() -> None:
+    model, x = Overwriting().eval(), drawn()
+    before = x.clone()
+    result = optimized(model, x)
+    assert result.graphs[0].sets == ("total",)
+    assert torch.equal(x, before)
 
 
 class Many(Pair):
