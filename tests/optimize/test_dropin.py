@@ -9,6 +9,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -542,6 +543,54 @@ def test_in_threads(pair) -> None:
         thread.join()
     assert not wrong
     assert grafts_of(dropin).stale is None
+
+
+def sent(dropin: nn.Module) -> nn.Module:
+    """What another process gets, whose weights it has in common with this one."""
+    return pickle.loads(ForkingPickler.dumps(dropin))
+
+
+@pytest.mark.parametrize("engine", ["eager", "onednn", "openvino"])
+def test_frozen_and_sent_to_another_process_both_run_their_graphs(engine: str) -> None:
+    model = heads().eval()
+    dropin = optimize(model, (image(),), keep="all", seconds=0.01, engine=engine, frozen=True).model
+    check(model, dropin, True, image())
+    other = sent(dropin)
+    assert all(weight.is_shared() for weight in dropin.parameters())
+    for _ in range(2):
+        check(model, dropin, True, image())
+        check(model, other, True, image())
+    assert grafts_of(dropin).check(dropin) is None
+    with torch.no_grad():
+        next(iter(dropin.parameters())).mul_(2)
+    assert grafts_of(dropin).check(dropin) == "weights of it were written to"
+
+
+def test_sent_to_another_process_that_may_write_to_its_weights() -> None:
+    model = heads().eval()
+    dropin = optimize(model, (image(),), keep="all", seconds=0.01, engine="eager").model
+    other = sent(dropin)
+    for each in (dropin, other):
+        check(model, each, False, image())
+        assert "memory of several processes, as frozen=True allows" in grafts_of(each).stale
+    with torch.no_grad():
+        next(iter(dropin.parameters())).mul_(2)
+    check(dropin, other, False, image())
+
+
+def test_weights_whose_memory_was_freed_are_noticed() -> None:
+    dropin = optimize(heads(), (image(),), transformations=EXACT, keep="all", seconds=0.01, frozen=True).model
+    weight = next(iter(dropin.parameters()))
+    weight.untyped_storage().resize_(0)
+    assert grafts_of(dropin).check(dropin) == "weights of it were given other memory"
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_that_were_exchanged_for_others_in_shared_memory_are_noticed(frozen: bool) -> None:
+    dropin = optimize(heads(), (image(),), transformations=EXACT, keep="all", seconds=0.01, frozen=frozen).model
+    for weight in dropin.parameters():
+        weight.data = (weight.data * 2).share_memory_()
+    assert grafts_of(dropin).check(dropin) == "weights of it were given other memory"
 
 
 @pytest.mark.parametrize("sizes", [(2, 4), (1, 3)], ids=str)

@@ -162,8 +162,10 @@ class Grafts:
             model: The drop-in.
         """
         if self._watch is None:
-            ignored = [entry.ignores for entry in self.entries]
-            self._watch = Watch(model, frozenset.intersection(*ignored) if ignored else frozenset(), self._written())
+            ignored = (
+                frozenset.intersection(*(entry.ignores for entry in self.entries)) if self.entries else frozenset()
+            )
+            self._watch = Watch(model, ignored, self._written(), movable=self._frozen)
         return self._watch
 
     def _written(self) -> list[Tensor]:

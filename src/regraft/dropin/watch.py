@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
 from regraft.capture.own_state import Attribute
@@ -67,6 +68,12 @@ def _equal(new: Any, old: Any) -> bool:
     return new is old or (type(new) is type(old) and not isinstance(old, Tensor) and bool(new == old))
 
 
+def _is_shared(tensor: Tensor, pointer: int, storage: StorageWeakRef) -> bool:
+    """Whether a tensor is where it was, or its storage as a whole was moved to memory that processes share."""
+    same: bool = StorageWeakRef(tensor.untyped_storage()) == storage
+    return tensor.data_ptr() == pointer or (same and tensor.is_shared())
+
+
 class Watch:
     """Remembers the modules, weights, attributes, hooks and settings of a model.
 
@@ -74,9 +81,17 @@ class Watch:
         model: The model.
         ignored: Attributes that may have any value.
         written: Tensors that may hold any values.
+        movable: Whether weights may move to memory that processes share, as they do when they are sent to another.
     """
 
-    def __init__(self, model: nn.Module, ignored: Iterable[Attribute] = (), written: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        ignored: Iterable[Attribute] = (),
+        written: Iterable[Tensor] = (),
+        movable: bool = False,
+    ) -> None:
+        self._movable = movable
         modules = list(model.modules())
         tables: list[Any] = [table for m in modules for table in (m._parameters, m._buffers, m._modules) if table]
         contents = chain.from_iterable(map(dict.values, tables))
@@ -100,7 +115,7 @@ class Watch:
             "parameters": {id(t): t for t in tensors if isinstance(t, nn.Parameter)},
             "dtypes": {(id(t), t.dtype): t for t in tensors},
             "versions": {(id(t), t._version): t for t in read},
-            "pointers": {(id(t), t.data_ptr()): t for t in plain},
+            "pointers": {(id(t), t.data_ptr(), StorageWeakRef(t.untyped_storage())): t for t in plain},
         }
         config = getattr(model, "config", None)
         self._config: dict[str, Any] = vars(config) if hasattr(config, "__dict__") else {}
@@ -143,7 +158,8 @@ class Watch:
         self._removable_counts: list[int] = []
         self._tensors, self._dtypes = list(memory["dtypes"].values()), [dtype for _, dtype in memory["dtypes"]]
         self._read, self._versions = list(memory["versions"].values()), [version for _, version in memory["versions"]]
-        self._plain, self._pointers = list(memory["pointers"].values()), [pointer for _, pointer in memory["pointers"]]
+        self._plain = list(memory["pointers"].values())
+        self._pointers, self._storages = ([key[i] for key in memory["pointers"]] for i in (1, 2))
 
     @property
     def trainable(self) -> bool:
@@ -164,8 +180,13 @@ class Watch:
             if reason is not None:
                 return reason
             self._dict_versions = versions  # as they were before anybody looked
-        if list(map(Tensor.data_ptr, self._plain)) != self._pointers:  # first: what it fetches the others need
-            return "weights of it were given other memory"
+        pointers = list(map(Tensor.data_ptr, self._plain))  # first: what it fetches the others need
+        if pointers != self._pointers:
+            if not all(map(_is_shared, self._plain, self._pointers, self._storages)):
+                return "weights of it were given other memory"
+            if not self._movable:
+                return "weights of it were moved to memory of several processes, as frozen=True allows,"
+            self._pointers = pointers
         if list(map(_version, self._read)) != self._versions:
             return "weights of it were written to"
         if not all(map(is_, map(_dtype, self._tensors), self._dtypes)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +26,10 @@ def build(flat: Flat) -> Run:
     import openvino
 
     attention = torch.ops.aten.scaled_dot_product_attention.default
-    model = openvino.convert_model(flat.exported().run_decompositions({attention: _with_repeated_keys}))
+    program = flat.exported().run_decompositions({attention: _with_repeated_keys})
+    for table in (program.state_dict, program.constants):  # whose memory it uses, which torch may move elsewhere
+        table.update(copy.deepcopy(table))
+    model = openvino.convert_model(program)
     rounded = [result.element_type == openvino.Type.bf16 for result in model.outputs]
     half = any(weight.dtype is torch.bfloat16 for weight in flat.module.state_dict().values())
     settings: dict[str, Any] = {
