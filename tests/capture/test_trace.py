@@ -6,6 +6,7 @@ import copy
 import itertools
 import operator
 import pickle
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.nn import functional as F
 
+import regraft as rg
 from regraft.capture import probing, symbolic_trace, trace
 from regraft.capture.module_tree import is_leaf
 from regraft.core.errors import CaptureError
@@ -700,6 +702,41 @@ def test_a_decision_by_value_is_not_tried_over_and_over(exports: list[Any]) -> N
         trace(Opaque(), (torch.randn(1, 3),), dynamic_shapes="auto")
     # as it is, with a larger sample and this one; in the other way; then with sizes that are fixed, in both
     assert exports == [(2, 3), (1, 3), (2, 3), (1, 3), (1, 3)]
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * 2
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("inner", "cure"),
+    [
+        (lambda: torch.jit.script(nn.Linear(4, 4)), "into inner, which is of TorchScript"),
+        (lambda: nn.LazyLinear(4), "call the model once"),
+        (lambda: torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 4))), "before it is quantized"),
+    ],
+    ids=["scripted", "lazy", "quantized"],
+)
+def test_parts_that_export_knows_nothing_of(inner: Callable[[], nn.Module], cure: str) -> None:
+    with pytest.raises(CaptureError, match=cure):
+        trace(Around(inner()).eval(), (torch.randn(3, 4),))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("function", [rg.trace, rg.optimize])
+def test_what_is_no_module_in_python(function: Callable[..., Any]) -> None:
+    x = torch.randn(3, 4)
+    for made in (torch.jit.script(nn.Linear(4, 4).eval()), torch.jit.trace(nn.Linear(4, 4).eval(), x)):
+        with pytest.raises(TypeError, match=f"not one in TorchScript.*regraft.{function.__name__}"):
+            function(made, (x,))
+    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module"):
+        function(len, (x,))
 
 
 class DecidesOnlyOfSome(nn.Module):

@@ -31,6 +31,11 @@ class Pair(nn.Module):
         return self.second(torch.relu(self.first(x)))
 
 
+class Plain(Pair):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(x)
+
+
 class Attention(nn.Module):
     """Keeps its weights, as a model does of which somebody wants to see them."""
 
@@ -332,6 +337,12 @@ def test_a_container_alone_is_named() -> None:
     assert result.graphs[0].sets == ()
     assert any("changes seen from one call to the next" in note for note in result.notes)
     assert result.original.seen == []
+
+
+def test_what_a_drop_in_inside_counts_is_nothing_to_speak_of() -> None:
+    inner = optimized(Plain().eval(), drawn()).model
+    for model in (inner, nn.Sequential(inner, nn.ReLU()).eval()):
+        assert optimized(model, drawn()).notes == ()
 
 
 def test_what_is_made_once_is_no_side_effect() -> None:

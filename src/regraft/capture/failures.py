@@ -52,6 +52,17 @@ _CURES = (
         ),
     ),
     (
+        ("uninitialized parameter",),
+        "a lazy layer of the model has no weights before its first call; call the model once",
+    ),
+    (
+        ("PackedParams",),
+        (
+            "torch.ao.quantization keeps weights in objects that torch.export cannot take apart; capture the model "
+            "before it is quantized, or quantize with torchao, as rg.Quantize does"
+        ),
+    ),
+    (
         ("TraceError", "symbolically traced variables", "Proxy"),
         (
             "without an example of its call the model cannot be run; capture it with one: "
@@ -73,6 +84,9 @@ _CURES = (
         ),
     ),
 )
+_SCRIPTED = (
+    "into {}, which is of TorchScript, torch.export cannot look; put the module that it was made from in its place"
+)
 _ELSE = "take this line out of the traced path, or capture the parts of the model before and after it with rg.trace"
 
 
@@ -86,7 +100,9 @@ def capture_error(model: nn.Module, error: BaseException) -> CaptureError:
     said = str(error).strip().splitlines()
     reason = f"{type(error).__name__}: {said[0] if said else 'no message'}"
     text = f"{type(error).__name__} {error}{f' {_TRANSFORMED}' if _in_transform(error) else ''}"
-    cure = next((cure for signs, cure in _CURES if any(sign in text for sign in signs)), _ELSE)
+    scripted = [path for path, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+    cures = (cure for signs, cure in _CURES if any(sign in text for sign in signs))
+    cure = _SCRIPTED.format(scripted[0]) if scripted else next(cures, _ELSE)
     return CaptureError(
         f"{type(model).__name__} cannot be captured, because of {where(model, error)}\n  {reason}\n{cure}"
     )

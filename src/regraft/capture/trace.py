@@ -56,12 +56,30 @@ def trace(
     """
     if isinstance(model, torch.fx.GraphModule):
         return adopt(model)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"trace takes a torch.nn.Module, not a {type(model).__name__}")
+    expect_python("trace", model)
     transformers_adapter.prepare(model)
     call = take_apart(model, args, dict(kwargs or {}))
     axes = axes_of(call, dynamic_shapes, model, args, dict(kwargs or {}))
     return capture(model, call, axes, automatic=dynamic_shapes == "auto" if isinstance(dynamic_shapes, str) else False)
+
+
+def expect_python(function: str, model: object) -> None:
+    """Refuse what is no module with a forward in Python.
+
+    Args:
+        function: the name of the function that was given it.
+        model: what it was given.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            f"{function} takes a model in Python, not one in TorchScript; give it the module that torch.jit.script or "
+            f"torch.jit.trace was given: regraft.{function}(module, args)"
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{function} takes a torch.nn.Module, not a {type(model).__name__}")
 
 
 def capture(model: nn.Module, call: Call, axes: Axes, automatic: bool) -> GraphModule:

@@ -10,7 +10,9 @@ from torch import nn
 from regraft.core.clone import set_modes
 from regraft.dropin.grafts import NOTHING, Grafts
 
-_KEY = "_regraft"
+KEY = "_regraft"
+"""The attribute of a drop-in that has its graphs."""
+
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
@@ -22,7 +24,7 @@ def make_dropin(model: nn.Module, grafts: Grafts) -> nn.Module:
         grafts: The graphs.
     """
     own = model.__dict__.pop("forward", None)  # a forward that hangs on the instance would go before the class's
-    model.__dict__[_KEY] = grafts
+    model.__dict__[KEY] = grafts
     if own is not None:
         model.__dict__["_regraft_forward"] = own
     model.__class__ = dropin_class(type(model))
@@ -36,7 +38,7 @@ def grafts_of(model: nn.Module) -> Grafts | None:
     Args:
         model: Any module.
     """
-    found = model.__dict__.get(_KEY)
+    found = model.__dict__.get(KEY)
     return found if isinstance(found, Grafts) else None
 
 
@@ -46,7 +48,7 @@ def without_grafts(model: nn.Module) -> nn.Module:
     Args:
         model: A drop-in, or any other module, which stays as it is.
     """
-    if model.__dict__.pop(_KEY, None) is not None:
+    if model.__dict__.pop(KEY, None) is not None:
         own = model.__dict__.pop("_regraft_forward", None)
         model.__class__ = type(model).__mro__[1]
         if own is not None:
@@ -60,7 +62,7 @@ def dropin_class(base: type[nn.Module]) -> type[nn.Module]:
     Args:
         base: The class of the model.
     """
-    if _KEY in base.__dict__:
+    if KEY in base.__dict__:
         return base
     if base not in _CLASSES:
         _CLASSES[base] = _make_class(base)
@@ -105,7 +107,7 @@ def _make_class(base: type[nn.Module]) -> type[nn.Module]:
         "__doc__": base.__doc__,
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
-        _KEY: None,
+        KEY: None,
         "forward": functools.wraps(base.forward)(forward),
         "load_state_dict": functools.wraps(inherited_load)(load_state_dict),
         "_apply": apply,

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from regraft.capture.own_state import Attribute, changed_meanwhile, set_meanwhile, spelled, used_meanwhile
 from regraft.capture.untouched import untouched, values_kept
+from regraft.dropin.model import KEY
 from regraft.optimize.presets import LARGE
 from regraft.verify.precise import inputs_in_precision
 from regraft.verify.run import Inputs
@@ -53,7 +54,8 @@ def _found(model: nn.Module, inputs: Inputs) -> tuple[dict[Attribute, bool], lis
             _call(model, inputs)
         values = {each: _value(model, each) for each in sorted(used) if used[each] == "set" and _can_return(model)}
     sets = {each: isinstance(value, torch.Size) for each, value in values.items() if _is_returnable(value)}
-    return sets, sorted(changed - set(map(spelled, sets)))
+    known = {spelled(each) for each in sets} | {each for each in changed if each.rpartition(".")[2] == KEY}
+    return sets, sorted(changed - known)
 
 
 def returning(model: nn.Module, attributes: Collection[Attribute]) -> nn.Module:

@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 from regraft.capture import lift, trace
 from regraft.capture.own_state import Attribute, set_meanwhile, spelled, used_meanwhile
 from regraft.capture.sample_inputs import Unmakeable, example_call
+from regraft.capture.trace import expect_python
 from regraft.capture.transformers_adapter import is_pretrained, main_inputs
 from regraft.capture.untouched import untouched, values_kept
 from regraft.core.errors import CaptureError
@@ -273,6 +274,8 @@ def _checked(model: Any, args: Any, kwargs: Any) -> Inputs:
         raise TypeError(
             f"optimize takes a torch.nn.Module, a GraphModule or an ExportedProgram, not a {type(model).__name__}"
         )
+    if isinstance(model, nn.Module):
+        expect_python("optimize", model)
     if isinstance(args, Mapping):
         raise TypeError("args is a mapping, but takes a tuple; the call is regraft.optimize(model, kwargs=inputs)")
     if not isinstance(args, (tuple, list)):
