@@ -545,6 +545,28 @@ def test_in_threads(pair) -> None:
     assert grafts_of(dropin).stale is None
 
 
+class Ramp(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + torch.linspace(0, 1, self.out_features)
+
+
+@pytest.mark.parametrize("way", ["called", "frozen", "compiled"])
+def test_another_default_type(way: str) -> None:
+    model, x = Ramp(4, 6).eval(), torch.randn(3, 4)
+    dropin = optimize(model, (x,), keep="all", seconds=0.01, frozen=way == "frozen").model
+    called = torch.compile(dropin, backend="eager") if way == "compiled" else dropin
+    with torch.no_grad():
+        torch.testing.assert_close(called(x), model(x))
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert called(x).dtype is torch.float64
+            torch.testing.assert_close(called(x), model(x))
+        finally:
+            torch.set_default_dtype(torch.float32)
+        torch.testing.assert_close(called(x), model(x))
+    assert calls(dropin) == (0 if way == "compiled" else 2)
+
+
 def sent(dropin: nn.Module) -> nn.Module:
     """What another process gets, whose weights it has in common with this one."""
     return pickle.loads(ForkingPickler.dumps(dropin))

@@ -54,6 +54,7 @@ class Grafts:
         self.stale: str | None = None
         self._again = again
         self._frozen = frozen
+        self._default = torch.get_default_dtype()  # which a graph has wherever the model names no type
         self._waiting = False  # to be captured again, at the next call
         self._watch: Watch | None = None
         self._all: tuple[set[Watch], Watch] | None = None
@@ -217,6 +218,8 @@ class Grafts:
             return "torch.jit.trace traces it; to trace the graph, give it result.graph_module"
         if collects():
             return "the results of layers inside are collected, as output_hidden_states asks, and a graph has none"
+        if torch.get_default_dtype() is not self._default:
+            return f"torch's default type is not {self._default}, as it was when it was optimized"
         watch = self.watch(model)
         if not unchanged and self.check(model) is not None and not self._waiting:
             return f"{self.stale} after it was optimized; optimize it again"
@@ -244,7 +247,8 @@ class Grafts:
 
     def _run_traced(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         # Traced once and guarded by whoever traces it, so nothing here has to be fast, and all of it plain.
-        if self.stale is not None or model.training or collects(traced=True):
+        another = torch.get_default_dtype() is not self._default
+        if self.stale is not None or model.training or another or collects(traced=True):
             return NOTHING
         call, cache = self._read(args, kwargs)
         recorded = torch.is_grad_enabled() and not torch.compiler.is_exporting()
