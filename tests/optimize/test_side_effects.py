@@ -174,8 +174,7 @@ def assert_runs_as(served: Any, twin: nn.Module, x: Tensor) -> None:
         assert_same(given[name], value)
 
 
-@pytest.mark.parametrize("ran_before", [False, True])
-@pytest.mark.parametrize("dynamic_shapes", ["auto", None])
+@pytest.mark.parametrize(("dynamic_shapes", "ran_before"), [("auto", True), (None, False)])
 def test_the_drop_in_sets_what_the_model_would(model: nn.Module, dynamic_shapes: str | None, ran_before: bool) -> None:
     twin, x = copy.deepcopy(model), drawn()
     if ran_before:
@@ -194,8 +193,13 @@ def test_the_drop_in_sets_what_the_model_would(model: nn.Module, dynamic_shapes:
     assert all(value is before[name] for name, value in left_on(model).items())
 
 
-@pytest.mark.parametrize("settings", [{"frozen": True}, {"engine": "onnxruntime"}, {"engine": "onednn"}], ids=str)
-def test_however_the_graph_is_run(model: nn.Module, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("Sizes", {"engine": "onednn"}), ("Layers", {"frozen": True}), ("Auxiliary", {"engine": "onnxruntime"})],
+    ids=str,
+)
+def test_however_the_graph_is_run(kind: str, settings: dict[str, Any]) -> None:
+    model = KINDS[kind]().eval()
     twin = copy.deepcopy(model)
     served = optimized(model, drawn(), **settings).model
     for x in (drawn(), drawn(2, 7)):
