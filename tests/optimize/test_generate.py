@@ -74,7 +74,8 @@ def test_all_graphs_are_compared_with_one_copy_in_float64(monkeypatch: pytest.Mo
     made, in_precision = [], oracle.in_precision
     monkeypatch.setattr(oracle, "in_precision", lambda model, dtype: made.append(dtype) or in_precision(model, dtype))
     model = decoder("Llama")
-    result = optimize(model, kwargs=example(model), transformations="MergeLinears", keep="all", engine="eager")
+    settings = {"transformations": "MergeLinears", "keep": "all", "engine": "eager", "seconds": 0.01}
+    result = optimize(model, kwargs=example(model), **settings)
     assert len(result.graphs) > 3
     assert made == [torch.float64]
 
