@@ -185,6 +185,17 @@ def test_numbers_of_dictionaries_that_do_not_count(monkeypatch: pytest.MonkeyPat
     assert version(table) != version(table)
 
 
+def test_the_storage_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(4)
+    before, pointer = torch_private.storage_of(x), x.data_ptr()
+    x.share_memory_()
+    assert (torch_private.storage_of(x), x.data_ptr() == pointer) == (before, False)
+    x.data = x.data.clone()
+    assert torch_private.storage_of(x) != before
+    monkeypatch.delattr(torch.multiprocessing.reductions, "StorageWeakRef")
+    assert torch_private.storage_of(x) != torch_private.storage_of(x)
+
+
 def test_keywords_in_export() -> None:
     class Keywords(nn.Module):
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing import reductions
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -235,3 +236,20 @@ def made_by_hooks(module: nn.Module) -> set[str]:
     hooks = module._forward_pre_hooks.values()
     names = {hook.name for hook in hooks if isinstance(hook, (WeightNorm, SpectralNorm))}
     return names | {hook._tensor_name for hook in hooks if isinstance(hook, BasePruningMethod)}
+
+
+def storage_of(tensor: torch.Tensor) -> Any:
+    """What stands for the storage of a tensor, without keeping its memory: equal for all tensors that have one.
+
+    Without it each stands for another, as if a tensor that has moved had got another storage.
+
+    Args:
+        tensor: any strided tensor.
+
+    >>> import torch
+    >>> x = torch.ones(2)
+    >>> storage_of(x) == storage_of(x[1:]), storage_of(x) == storage_of(x.clone())
+    (True, False)
+    """
+    reference = getattr(reductions, "StorageWeakRef", None)
+    return object() if reference is None else reference(tensor.untyped_storage())

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
 from regraft.capture.own_state import Attribute
-from regraft.capture.torch_private import dict_version, made_by_hooks
+from regraft.capture.torch_private import dict_version, made_by_hooks, storage_of
 from regraft.capture.transformers_adapter import is_collector
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")  # where gradients are recorded no graph runs
@@ -68,10 +67,9 @@ def _equal(new: Any, old: Any) -> bool:
     return new is old or (type(new) is type(old) and not isinstance(old, Tensor) and bool(new == old))
 
 
-def _is_shared(tensor: Tensor, pointer: int, storage: StorageWeakRef) -> bool:
+def _is_shared(tensor: Tensor, pointer: int, storage: Any) -> bool:
     """Whether a tensor is where it was, or its storage as a whole was moved to memory that processes share."""
-    same: bool = StorageWeakRef(tensor.untyped_storage()) == storage
-    return tensor.data_ptr() == pointer or (same and tensor.is_shared())
+    return tensor.data_ptr() == pointer or (bool(storage_of(tensor) == storage) and tensor.is_shared())
 
 
 class Watch:
@@ -115,7 +113,7 @@ class Watch:
             "parameters": {id(t): t for t in tensors if isinstance(t, nn.Parameter)},
             "dtypes": {(id(t), t.dtype): t for t in tensors},
             "versions": {(id(t), t._version): t for t in read},
-            "pointers": {(id(t), t.data_ptr(), StorageWeakRef(t.untyped_storage())): t for t in plain},
+            "pointers": {(id(t), t.data_ptr(), storage_of(t)): t for t in plain},
         }
         config = getattr(model, "config", None)
         self._config: dict[str, Any] = vars(config) if hasattr(config, "__dict__") else {}

@@ -50,7 +50,10 @@ class GraphResult:
 
     @property
     def graph_module(self) -> GraphModule:
-        """The rewritten graph. You may change it; each call of the model then looks whether you have, unless frozen."""
+        """The rewritten graph. You may change it; each call of the model then looks whether you have, unless frozen.
+
+        It returns a pair where the model sets attributes as it runs; see `sets`.
+        """
         for entry in self.entries:
             entry.lend()
         return self.gm
