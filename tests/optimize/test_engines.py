@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -137,6 +139,50 @@ def test_openvino_computes_in_the_precision_of_the_weights(dtype: torch.dtype, m
     assert {each.dtype for each in found} == {dtype}
     bound = 1e-4 if dtype is torch.float32 else 3e-2
     assert all(torch.allclose(a.double(), b, atol=bound, rtol=bound) for a, b in zip(found, expected, strict=True))
+
+
+class Turned(torch.nn.Module):
+    """Weights of one size, which are not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(3))
+        for layer in self.layers:
+            layer.weight = torch.nn.Parameter(layer.weight.detach().t().contiguous().t())
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](x) - self.layers[1](self.layers[2](y).relu())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_openvino_keeps_the_memory_that_it_computes_with(dtype: torch.dtype, monkeypatch) -> None:
+    """Of bfloat16 it holds on to nothing itself: weights were what others had written over them by then."""
+    available("openvino")
+    import openvino
+
+    lent, convert = [], openvino.convert_model
+    monkeypatch.setattr(
+        openvino,
+        "convert_model",
+        lambda program: lent.extend(map(weakref.ref, program.state_dict.values())) or convert(program),
+    )
+    torch.manual_seed(0)
+    model = Turned().to(dtype).eval()
+    x, y = (torch.randn(32, 4).to(dtype).t() for _ in range(2))
+    result = rg.optimize(model, (x, y), engine="openvino", keep="all", transformations=[], seconds=0.01)
+    assert result.graphs[0].used, result
+    assert result.graphs[0].engine.engine == "openvino", result
+    gc.collect()
+    assert len(lent) == 6
+    assert all(weight() is not None for weight in lent)
+    with torch.no_grad():
+        expected = copy.deepcopy(model).double()(x.double(), y.double())
+        found = result.model(x, y).double()
+    bound = 1e-5 if dtype is torch.float32 else 2e-2
+    assert (found - expected).abs().max() < bound * expected.abs().max()
+    del result
+    gc.collect()
+    assert not any(weight() is not None for weight in lent), "nobody needs it now"
 
 
 @pytest.mark.slow

@@ -16,6 +16,10 @@ from regraft.optimize.engines.flat import Flat, Run
 def build(flat: Flat) -> Run:
     """Compile a graph.
 
+    OpenVINO computes with the memory of the weights that it is given, and does not hold on to it where they are in
+    bfloat16. They are copies, which `.data` or `share_memory_()` of the model's do not move, and live as long as
+    what is returned.
+
     Args:
         flat: The graph.
 
@@ -27,8 +31,12 @@ def build(flat: Flat) -> Run:
 
     attention = torch.ops.aten.scaled_dot_product_attention.default
     program = flat.exported().run_decompositions({attention: _with_repeated_keys})
-    for table in (program.state_dict, program.constants):  # whose memory it uses, which torch may move elsewhere
+    tables = program.state_dict, program.constants
+    for table in tables:
         table.update(copy.deepcopy(table))
+        for weight in table.values():
+            if isinstance(weight, Tensor):  # or OpenVINO would make another copy, which nobody keeps
+                weight.data = weight.detach().contiguous()
     model = openvino.convert_model(program)
     rounded = [result.element_type == openvino.Type.bf16 for result in model.outputs]
     half = any(weight.dtype is torch.bfloat16 for weight in flat.module.state_dict().values())
@@ -43,7 +51,7 @@ def build(flat: Flat) -> Run:
 
     def run(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         if not hasattr(local, "request"):
-            local.request = compiled.create_infer_request()
+            local.request, local.weights = compiled.create_infer_request(), tables
         given = [_shared(tensor.detach().contiguous()) for tensor in inputs]
         found = local.request.infer(given, share_inputs=True, share_outputs=True)
         return [_copied(found[index], low) for index, low in enumerate(rounded)]
