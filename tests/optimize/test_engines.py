@@ -141,6 +141,18 @@ def test_openvino_computes_in_the_precision_of_the_weights(dtype: torch.dtype, m
     assert all(torch.allclose(a.double(), b, atol=bound, rtol=bound) for a, b in zip(found, expected, strict=True))
 
 
+def test_an_engine_that_is_right_at_first_and_not_later_makes_way_for_torch(monkeypatch) -> None:
+    later = []  # what is looked at between the engine's choice and the drop-in as a whole
+    monkeypatch.setattr(work, "must_be_finite", lambda *_: later.append(1) or {})
+    every_engine(monkeypatch, lambda flat: lambda inputs: [result + len(later) for result in flat.module(*inputs)])
+    model = heads()
+    result = rg.optimize(model, kwargs={"x": image()}, engine="inductor", keep="all", **EXACT)
+    assert result.graphs[0].used
+    assert result.graphs[0].engine.engine == "torch", result
+    assert "but it was not right in a later call" in result.graphs[0].engine.tried["inductor"]
+    assert grafts_of(result.model).entries[0].engine is None
+
+
 class Turned(torch.nn.Module):
     """Weights of one size, which are not contiguous."""
 

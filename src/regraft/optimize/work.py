@@ -17,7 +17,7 @@ from regraft.capture.own_state import spelled
 from regraft.core.transformation import Transformation
 from regraft.dropin import Entry, Grafts, Reader, make_dropin, without_grafts
 from regraft.optimize import saving
-from regraft.optimize.engines import PAIRS, adopt_engine, pause_after
+from regraft.optimize.engines import PAIRS, adopt_engine, let_go, pause_after
 from regraft.optimize.finite import must_be_finite
 from regraft.optimize.graphs import TWICE, Graph
 from regraft.optimize.presets import OTHER_KERNELS, PACKING
@@ -208,22 +208,23 @@ class Work:
         """Time what came of each graph against the original, and let go of what does not pay."""
         for graph in self._for(engine):
             self.progress.next(f"{graph.name}: {engine}")
-            entry = self.entries[graph.name]
-            bound = self._bound(graph)
-            self.engines[graph.name] = adopt_engine(engine, graph, entry, self.seconds, self.measured, bound)
-        for graph in self.graphs:
-            if graph.name in self.verdicts:
-                continue
+            settings = self.seconds, self.measured, self._bound(graph)
+            self.engines[graph.name] = adopt_engine(engine, graph, self.entries[graph.name], *settings)
+        for graph in [graph for graph in self.graphs if graph.name not in self.verdicts]:
             self.progress.next(f"{graph.name}: measuring")
             self.entries[graph.name].finite = must_be_finite(graph, self.entries[graph.name])
-            if self.verified and not graph.is_right_in(self.subject.twin, self._bound(graph)):
+            right = not self.verified or graph.is_right_in(self.subject.twin, self._bound(graph))
+            if not right and self.entries[graph.name].engine is not None:
+                self.engines[graph.name] = let_go(self.engines[graph.name], self.entries[graph.name])
+                right = graph.is_right_in(self.subject.twin, self._bound(graph))
+            if not right:
                 self.verdicts[graph.name] = TWICE
                 del self.entries[graph.name]
                 continue
             runs = self.engines[graph.name].engine if graph.name in self.engines else "torch"
             known = graph.seconds if self.verified else 0.0  # else the original has not run yet
-            settings = {**clock(self.seconds, pause_after(runs), known), "min_pairs": PAIRS}
-            found = compare_speed(graph.runner(graph.reference), graph.runner(self._program(graph)), **settings)
+            timing = {**clock(self.seconds, pause_after(runs), known), "min_pairs": PAIRS}
+            found = compare_speed(graph.runner(graph.reference), graph.runner(self._program(graph)), **timing)
             self.benchmarks[graph.name] = found
             self.verdicts[graph.name] = self._verdict(graph, found)
 

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.fx import GraphModule
@@ -172,6 +172,18 @@ def adopt_engine(
             taken, entry.engine = name, engine
     logger.info("%s is run by %s: %s", graph.name, taken, tried)
     return EngineResult(taken, tried, comparisons, rewriting)
+
+
+def let_go(found: EngineResult, entry: Entry) -> EngineResult:
+    """Let torch run a graph after all: its engine was right when it was chosen, and was not in a later call.
+
+    Args:
+        found: Which engine was taken.
+        entry: What the drop-in runs; it has no engine from now on.
+    """
+    entry.engine = None
+    said = f"{found.tried[found.engine]}; but it was not right in a later call"
+    return replace(found, engine="torch", tried={**found.tried, found.engine: said})
 
 
 def _said(found: Comparison) -> str:
