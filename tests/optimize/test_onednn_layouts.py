@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.fx import symbolic_trace
 from torch.nn import functional as F
 
+import regraft as rg
 from helpers import randomise
 from regraft.optimize.engines import onednn_graph
 from regraft.optimize.engines.flat import Engine, Flat
@@ -45,12 +46,37 @@ def layouts(function: Callable[[Tensor], Any]) -> dict[str, tuple[int, ...]]:
         lambda x: conv(x).contiguous().relu(),
         lambda x: conv(x).mean() + F.interpolate(x.tanh(), scale_factor=2, mode="bilinear"),
         lambda x: conv(x).mean() + F.interpolate(x.tanh(), (5, 6)),
+        lambda x: torch.cat([x.tanh(), conv(x)], 1),
+        lambda x: torch.cat([F.max_pool2d(torch.cat((conv(x), x.tanh()), dim=1), 2), F.avg_pool2d(x, 2)], 1),
     ],
 )
 def test_images_have_their_channels_last(function) -> None:
     found = layouts(function)
     assert found["x"] == (0, 1, 2, 3)
     assert [found[name] for name in found][-1] == AS_LAST
+
+
+def test_images_that_are_joined_lie_as_they_do_where_none_has_its_channels_last() -> None:
+    found = layouts(lambda x: conv(x).mean() + torch.cat([x.sin(), x.cos()], 1))
+    assert found["cat"] == (0, 1, 2, 3)
+
+
+class Enlarged(nn.Module):
+    def __init__(self, mode: str, after: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv, self.mode, self.after = nn.Conv2d(6, 8, 3), mode, after
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(F.interpolate(self.conv(x), scale_factor=2.0, mode=self.mode))
+
+
+@pytest.mark.parametrize(("after", "axes"), [(nn.Identity(), (0, 1, 2, 3)), (torch.relu, AS_LAST)])
+@pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic"])
+def test_an_image_is_laid_as_the_caller_gets_it_before_it_is_enlarged(mode, after, axes) -> None:
+    gm = rg.trace(Enlarged(mode, after).eval(), (X,))
+    lies = {node.name: axes for node, (_, axes) in Forms(gm, [X]).known.forms.items()}
+    assert next(found for name, found in lies.items() if name.startswith("upsample")) == axes
+    torch.testing.assert_close(built(gm, X)([X])[0], gm(X))
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,18 @@ from torch.fx.node import map_arg
 
 from regraft.core.mutation import mutating_nodes
 from regraft.core.strides import depends_on_strides
-from regraft.core.values import called_name
+from regraft.core.values import called_name, layout_of, value_of
 from regraft.core.vocabulary import attribute
 from regraft.optimize.engines.onednn_fusions import called
 from regraft.optimize.engines.onednn_in_place import out_of_place
 from regraft.optimize.engines.onednn_same import same_in_each_call
 
+JOINING = {"cat", "concat", "concatenate"}
 _VIEWS = {"view", "_unsafe_view", "view_as"}
 _SUMS = {"add", "add_", "iadd"}
 _CONVOLUTIONS = {"conv2d", "conv_transpose2d", "convtranspose2d"}
 _RESIZING = {"interpolate", "upsample", "upsamplingbilinear2d", "upsamplingnearest2d"}
+_RESIZING |= {"upsample_bilinear2d", "upsample_nearest2d", "upsample_bicubic2d"}
 """Of which torch's kernels, too, are far faster where the channels lie last."""
 
 
@@ -47,6 +49,8 @@ class Images(Interpreter):
         super().__init__(gm)
         self._convolutions: dict[Node, Node] = {}
         self._resizing: dict[Node, Node] = {}
+        self._joining: set[Node] = set()
+        self._joined: dict[Node, bool] = {}
         self.over_rows: set[Node] = set()
         self.out_of_place = out_of_place(gm)
         self.same = same_in_each_call(gm)
@@ -57,6 +61,7 @@ class Images(Interpreter):
                 {node: node.all_input_nodes[0] for node in gm.graph.nodes if called(node, gm) in names}
                 for names in (_CONVOLUTIONS, _RESIZING)
             )
+            self._joining = {node for node in gm.graph.nodes if called(node, gm) in JOINING}
             self.over_rows = {node for node in gm.graph.nodes if _is_over_a_row(node, gm)}
 
     @property
@@ -76,13 +81,20 @@ class Images(Interpreter):
             argument: The argument.
         """
         value = self.env[argument]
-        if argument not in (self._convolutions.get(n), self._resizing.get(n)) or value.ndim != 4:
+        resized = argument is self._resizing.get(n)
+        if not (resized or argument is self._convolutions.get(n) or self._joins_images(n)) or value.ndim != 4:
             return value
         if value.shape[2:].numel() == 1:  # its steps are what the kernel before has left, which are not those of torch
             return value.flatten(1).contiguous().view(value.shape)
-        last = torch.channels_last
+        last = torch.contiguous_format if resized and _is_returned(n) else torch.channels_last
         # a kernel whose image is asked to lie so is not fused with the next
         return value if value.is_contiguous(memory_format=last) else value.contiguous(memory_format=last)
+
+    def _joins_images(self, n: Node) -> bool:
+        """Whether a node joins images of which one has its channels last: where not all do, the result's are first."""
+        if n in self._joining and n not in self._joined:
+            self._joined[n] = any(layout_of(self.env[each]) is torch.channels_last for each in n.all_input_nodes)
+        return self._joined.get(n, False)
 
     def is_convolved(self, n: Node) -> bool:
         """Whether a convolution reads it, and is given images with their channels last.
@@ -120,6 +132,12 @@ class Images(Interpreter):
         given = [self.env[each] for each in n.all_input_nodes] if summed and self.over_rows else []
         last = any(isinstance(each, Tensor) and order(each) == (0, 2, 1) for each in given)
         return result.mT.contiguous().mT if last or n in self.over_rows else result.contiguous()
+
+
+def _is_returned(node: Node) -> bool:
+    """Whether the caller gets its result, with the channels first: the image before, a smaller one, is laid so."""
+    result = value_of(node)
+    return result is not None and result.is_contiguous() and all(user.op == "output" for user in node.users)
 
 
 def is_view(node: Node) -> bool:

@@ -16,9 +16,8 @@ from torch.fx import GraphModule, Node
 
 from regraft.core.vocabulary import ADD, MULTIPLY, NEGATE, Call, Operation, read
 from regraft.optimize.engines.onednn_fusions import called
-from regraft.optimize.engines.onednn_layouts import order
+from regraft.optimize.engines.onednn_layouts import JOINING, order
 from regraft.optimize.engines.onednn_single import TYPES
-from regraft.optimize.engines.onednn_spelling import JOINING
 
 
 @dataclass(frozen=True)
