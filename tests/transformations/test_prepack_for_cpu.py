@@ -348,6 +348,76 @@ def test_what_has_the_usual_layout_is_left_alone(forward, form):
     assert not [node for node in gm.graph.nodes if node.target is torch.ops.aten.contiguous.default]
 
 
+@pytest.mark.parametrize("axes", [2, 3])
+def test_images_are_joined_with_their_channels_last(axes):
+    """torch lays the result with the channels first where its inputs differ, and each convolution then copies it."""
+    conv, pool = (nn.Conv2d, F.max_pool2d) if axes == 2 else (nn.Conv3d, F.max_pool3d)
+    inputs = (torch.randn(2, 4, 6, *(8,) * (axes - 1)),)
+    model = Wrap(
+        lambda self, x: self.b(torch.cat([pool(x, 2), self.a(x), self.a(x).tanh()], dim=1)),
+        a=conv(4, 8, 3, 2, padding=1),
+        b=conv(20, 4, 1),
+    )
+    gm = check_applied(PACK, randomise(model), inputs, "trace", sites=4)
+    lies = []
+    layout = mkldnn.channels_last(axes)
+    gm.get_submodule("b").register_forward_pre_hook(
+        lambda _, given: lies.append(given[0].is_contiguous(memory_format=layout))
+    )
+    run(gm, inputs)
+    assert lies == [True]
+    laid = [node for node in gm.graph.nodes if node.kwargs.get("memory_format") is layout]
+    assert [node.args[0].name.startswith("max_pool") for node in laid] == [True]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_beside_a_convolution_that_is_not_packed_twice_is_once(form):
+    """Its values are channels last for all that is known, so what was laid for them is met again."""
+    model = Wrap(
+        lambda self, x: self.b(torch.cat([self.c(x), self.a(x), x], 1)).view(2, -1),
+        a=nn.Conv2d(4, 8, 3, padding=1),
+        b=nn.Conv2d(20, 4, 2, padding="same"),
+        c=nn.Conv2d(4, 8, 2, padding="same"),
+    )
+    gm = packed(randomise(model), IMAGE, form)
+    once = str(gm.graph)
+    assert_matches_float64(model, gm, IMAGE)
+    PACK(gm)
+    assert str(gm.graph) == once
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x: torch.cat([self.a(x), self.a(x)], 1),
+        lambda self, x: torch.cat([x.sin(), x.cos()], 1) * self.a(x).mean(),
+        lambda self, x: torch.cat([self.a(x).mean((2, 3)), x.mean((2, 3))], 1),
+    ],
+)
+def test_what_is_joined_of_one_kind_is_left_alone(forward):
+    model = randomise(Wrap(forward, a=nn.Conv2d(4, 4, 1)))
+    gm = packed(model, IMAGE, "trace")
+    assert_matches_float64(model, gm, IMAGE)
+    assert not [node for node in gm.graph.nodes if node.kwargs.get("memory_format") is torch.channels_last]
+
+
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
+@pytest.mark.parametrize("form", FORMS)
+def test_an_image_is_laid_as_the_caller_gets_it_before_it_is_enlarged(mode, form):
+    model = randomise(Wrap(lambda self, x: F.interpolate(self.a(x), scale_factor=2.0, mode=mode), a=nn.Conv2d(4, 8, 3)))
+    gm = check_applied(PACK, model, IMAGE, form, sites=2)
+    assert [out.stride() for out in run(gm, IMAGE)] == [out.stride() for out in run(model, IMAGE)]
+    (laid,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.contiguous.default)
+    assert laid.args[0].op == "call_module"
+
+
+def test_an_image_that_is_enlarged_and_read_is_laid_behind():
+    forward = lambda self, x: (y := F.interpolate(self.a(x), scale_factor=2.0), torch.relu(self.b(y)))
+    model = randomise(Wrap(forward, a=nn.Conv2d(4, 8, 3), b=nn.Conv2d(8, 4, 1)))
+    gm = check_applied(PACK, model, IMAGE, "trace", sites=3)
+    assert [out.stride() for out in run(gm, IMAGE)] == [out.stride() for out in run(model, IMAGE)]
+
+
 def test_weights_that_change_are_packed_again():
     model = randomise(nn.Sequential(nn.Conv2d(4, 6, 3), nn.Flatten(), nn.Linear(6 * 7 * 6, 5)))
     gm = packed(model, IMAGE)

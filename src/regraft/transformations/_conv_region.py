@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from regraft.core.pattern import Match, Pattern, near_miss
 from regraft.core.relatives import relative
 from regraft.core.strides import depends_on_strides
-from regraft.core.values import reads_shape_only, value_of
+from regraft.core.values import called_name, reads_shape_only, value_of
 from regraft.core.vocabulary import (
     CONV,
     LAYER_NORM,
@@ -23,9 +23,17 @@ from regraft.core.vocabulary import (
     location,
     read,
 )
+from regraft.transformations._packed import CONVOLUTIONS
 
 BORDER = Operation("border", "input")
 """A node that a convolution's values reach and that depends on their strides: an output, a view."""
+
+JOIN = Operation("join", "input")
+"""A node that joins values of convolutions and others, of which torch makes one whose channels do not lie last."""
+
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+_JOINING = {"cat", "concat", "concatenate"}
+_RESIZING = {"interpolate", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d"}
 
 _LAYERS = (CONV, TRANSPOSED_CONV, LINEAR)
 _NEW_ORDER = (LAYER_NORM, LINEAR, MATMUL)
@@ -42,27 +50,52 @@ class LayersAndBorders(Pattern):
             if layer is not None and layer.operation in _LAYERS:
                 yield (node,)
             values = [value for value in node.all_input_nodes if value in reached]
-            border = [value for value in values if node.op == "output" or depends_on_strides(node, value, owner)]
+            border = [value for value in values if _is_border(node, value, owner)]
             if border:
                 yield (node, *border)
-            elif (call is not None and call.operation in (CONV, TRANSPOSED_CONV)) or (
-                values and _passes_on(node, layer)
-            ):
+                continue
+            joins = bool(values) and called_name(node) in _JOINING
+            others = [value for value in node.all_input_nodes if joins and value not in reached and _is_image(value)]
+            if others:
+                yield (node, *others)
+            begins = call is not None and call.operation in (CONV, TRANSPOSED_CONV)
+            packed = layer is not None and isinstance(layer.module, CONVOLUTIONS)
+            if begins or packed or (values and _passes_on(node, layer)):
                 reached.add(node)
 
     def match(self, owner: GraphModule, nodes: tuple[Node, ...]) -> Match | None:
         node, *values = nodes
         if values:
-            return Match(owner, (Call(node, BORDER, {"input": values[0], "values": values}, owner, location(node)),))
+            kind = JOIN if called_name(node) in _JOINING else BORDER
+            return Match(owner, (Call(node, kind, {"input": values[0], "values": values}, owner, location(node)),))
         call, miss = read(node, owner), near_miss(node, owner)
         if miss is not None:
             return miss
         return Match(owner, (call,)) if call is not None else None
 
 
+def _is_border(node: Node, value: Node, owner: GraphModule) -> bool:
+    """Whether `node` needs `value` as it was laid: what is enlarged for the caller is laid so while it is small."""
+    if called_name(node) in _RESIZING and value is node.all_input_nodes[0]:
+        return bool(node.users) and all(user.op == "output" for user in node.users)
+    return node.op == "output" or depends_on_strides(node, value, owner)
+
+
+def _is_image(node: Node) -> bool:
+    """Whether a value is one whose channels may lie last, and do not for certain."""
+    value = value_of(node)
+    return value is not None and value.ndim in CHANNELS_LAST and not _lays_last(node)
+
+
+def _lays_last(node: Node) -> bool:
+    return called_name(node) == "contiguous" and node.kwargs.get("memory_format") in CHANNELS_LAST.values()
+
+
 def _passes_on(node: Node, call: Call | None) -> bool:
     """Whether a result may have the strides of an argument, rather than those that the operation always gives."""
     if reads_shape_only(node) or (call is not None and call.operation in _NEW_ORDER):
         return False
+    if called_name(node) == "contiguous":
+        return _lays_last(node)
     value: Any = value_of(node)
     return value is None or not isinstance(value, torch.Tensor) or value.ndim > 2

@@ -14,7 +14,7 @@ from regraft.core.vocabulary import LINEAR, TRANSPOSED_CONV, Call
 from regraft.core.weights import Same
 from regraft.transformations import _mkldnn as mkldnn
 from regraft.transformations._activations import NONE, Activation
-from regraft.transformations._conv_region import BORDER, LayersAndBorders
+from regraft.transformations._conv_region import BORDER, CHANNELS_LAST, JOIN, LayersAndBorders
 from regraft.transformations._following import between, following
 from regraft.transformations._module_for import place_of
 from regraft.transformations._packed import CONVOLUTIONS, Packed, even_padding, packed_kind
@@ -54,11 +54,10 @@ class PrepackForCpu(Rewrite):
     def rewrite(self, match: Match, edit: Edit, facts: Facts) -> str:
         """See `Rewrite.rewrite`."""
         call = match.call
-        if call.operation is BORDER:
+        if call.operation in (BORDER, JOIN):
             some = any(isinstance(module, CONVOLUTIONS) for module in match.owner.modules())
             require(that(some, f"{call.where} reads no packed convolution"))
-
-            return _usual_layout(call, edit)
+            return _laid(call, edit)
         weight = call.weight("weight")
         require(facts.plain(call), facts.alone(call) if call.module is None else facts.one_name(call))
         assert weight is not None
@@ -114,9 +113,11 @@ def _packable(call: Call, module: nn.Module, weight: torch.Tensor) -> str | None
     return that(able is not None, f"{call.where}: this torch or processor packs no {kind} in {dtype}")
 
 
-def _usual_layout(call: Call, edit: Edit) -> str:
+def _laid(call: Call, edit: Edit) -> str:
     for value in call["values"]:
-        layout = layout_of(value_of(value))
+        known = value_of(value)
+        joins = call.operation is JOIN and known is not None
+        layout = CHANNELS_LAST[known.ndim] if joins and known is not None else layout_of(known)
         plain = edit.insert(call.node, torch.ops.aten.contiguous.default, value, memory_format=layout)
         edit.rewire(call.node, value, plain)
-    return "its input has the layout that it was captured with"
+    return f"its input has the layout {'of what it joins' if call.operation is JOIN else 'that it was captured with'}"
