@@ -24,14 +24,15 @@ from regraft.transformations._packed_linear import PackedLinear
 class PrepackForCpu(Rewrite):
     """Pack the weights of linear layers and convolutions for the CPU, and fuse what follows into them.
 
-    `activation(W x + b + other)` in one call of oneDNN, which finds the weight in the layout that it works in. Between
-    convolutions values are channels last; outputs, and views that need it, get back the layout of the capture. A linear
+    `activation(W x + b + other)` in one call of oneDNN, which finds the weight in the layout that it works in.
+    Between convolutions values are channels last, as is what is joined with them; outputs, and views that need it,
+    get back the layout of the capture, before they are enlarged if that is the last thing done to them. A linear
     layer is computed in the fastest way, timed at the first call of about so many rows: by torch's own product, by
-    oneDNN's packed one, in float32 by MKL's, or without AVX-512 by oneDNN's convolution, for which each row is a pixel.
-    The last two pack for one number of rows, one that comes twice running. So the first of several equal calls may
-    round otherwise than the next, and another process than this one; `torch.use_deterministic_algorithms(True)` leaves
-    it at torch's own. Of what follows a linear layer only the activation is fused in: oneDNN's addition is many times
-    slower in its product than torch's.
+    oneDNN's packed one, in float32 by MKL's, or without AVX-512 by oneDNN's convolution, for which each row is a
+    pixel. The last two pack for one number of rows, one that comes twice running. So the first of several equal
+    calls may round otherwise than the next, and another process than this one;
+    `torch.use_deterministic_algorithms(True)` leaves it at torch's own. Of what follows a linear layer only the
+    activation is fused in: oneDNN's addition is many times slower in its product than torch's.
 
     Transposed convolutions are packed over two axes, and others over one to three; in float32 those over one axis only
     with groups, because oneDNN's are no faster else. Every call is right at every size; a new image size packs again,
