@@ -59,6 +59,8 @@ def test_images_have_their_channels_last(function) -> None:
 def test_images_that_are_joined_lie_as_they_do_where_none_has_its_channels_last() -> None:
     found = layouts(lambda x: conv(x).mean() + torch.cat([x.sin(), x.cos()], 1))
     assert found["cat"] == (0, 1, 2, 3)
+    without = layouts(lambda x: torch.cat([x.sin(), x.cos().contiguous(memory_format=LAST)], 1))
+    assert without["cat"] == (0, 1, 2, 3), "of keys and values, say, which no convolution reads"
 
 
 class Enlarged(nn.Module):

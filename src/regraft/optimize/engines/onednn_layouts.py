@@ -61,7 +61,8 @@ class Images(Interpreter):
                 {node: node.all_input_nodes[0] for node in gm.graph.nodes if called(node, gm) in names}
                 for names in (_CONVOLUTIONS, _RESIZING)
             )
-            self._joining = {node for node in gm.graph.nodes if called(node, gm) in JOINING}
+            if self._convolutions:  # elsewhere what has four axes is no image
+                self._joining = {node for node in gm.graph.nodes if called(node, gm) in JOINING}
             self.over_rows = {node for node in gm.graph.nodes if _is_over_a_row(node, gm)}
 
     @property
