@@ -47,6 +47,7 @@ def layouts(function: Callable[[Tensor], Any]) -> dict[str, tuple[int, ...]]:
         lambda x: conv(x).mean() + F.interpolate(x.tanh(), scale_factor=2, mode="bilinear"),
         lambda x: conv(x).mean() + F.interpolate(x.tanh(), (5, 6)),
         lambda x: torch.cat([x.tanh(), conv(x)], 1),
+        lambda x: torch.cat(conv(x).split(3, 1), 1),
         lambda x: torch.cat([F.max_pool2d(torch.cat((conv(x), x.tanh()), dim=1), 2), F.avg_pool2d(x, 2)], 1),
     ],
 )

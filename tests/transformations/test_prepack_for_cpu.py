@@ -405,10 +405,19 @@ def test_what_is_joined_of_one_kind_is_left_alone(forward):
 @pytest.mark.parametrize("form", FORMS)
 def test_an_image_is_laid_as_the_caller_gets_it_before_it_is_enlarged(mode, form):
     model = randomise(Wrap(lambda self, x: F.interpolate(self.a(x), scale_factor=2.0, mode=mode), a=nn.Conv2d(4, 8, 3)))
-    gm = check_applied(PACK, model, IMAGE, form, sites=2)
+    gm = check_applied(PACK, model, IMAGE, form, sites=3)
     assert [out.stride() for out in run(gm, IMAGE)] == [out.stride() for out in run(model, IMAGE)]
-    (laid,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.contiguous.default)
+    laid, _ = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.contiguous.default)
     assert laid.args[0].op == "call_module"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_image_of_one_pixel_that_is_enlarged_lies_as_the_caller_gets_it(form):
+    """It lies both ways, so that torch may enlarge it either way."""
+    inputs = (torch.randn(2, 4, 3, 3),)
+    model = randomise(Wrap(lambda self, x: F.interpolate(self.a(x), (4, 5), mode="bilinear"), a=nn.Conv2d(4, 8, 3)))
+    gm = packed(model, inputs, form)
+    assert [out.stride() for out in run(gm, inputs)] == [out.stride() for out in run(model, inputs)]
 
 
 def test_an_image_that_is_enlarged_and_read_is_laid_behind():

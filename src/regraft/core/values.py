@@ -59,9 +59,16 @@ _SMOOTH |= {"view", "reshape", "transpose", "permute", "getitem", "to", "float",
 _SMOOTH |= {"type", "half", "double", "flatten", "squeeze", "unsqueeze", "expand", "add_", "mul_", "div_", "square"}
 
 
+JOINING = frozenset({"cat", "concat", "concatenate"})
+"""What joins tensors along an axis, as `called_name` has it."""
+
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""By how many axes an image has."""
+
+
 def layout_of(tensor: Tensor | None) -> torch.memory_format:
     """Channels last where a tensor is so and not also contiguous; contiguous for all others, and where unknown."""
-    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.ndim if tensor is not None else 0)
+    layout = CHANNELS_LAST.get(tensor.ndim if tensor is not None else 0)
     if tensor is None or layout is None or tensor.is_contiguous():
         return torch.contiguous_format
     return layout if tensor.is_contiguous(memory_format=layout) else torch.contiguous_format

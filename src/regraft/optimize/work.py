@@ -215,8 +215,9 @@ class Work:
             self.entries[graph.name].finite = must_be_finite(graph, self.entries[graph.name])
             right = not self.verified or graph.is_right_in(self.subject.twin, self._bound(graph))
             if not right and self.entries[graph.name].engine is not None:
-                self.engines[graph.name] = let_go(self.engines[graph.name], self.entries[graph.name])
-                right = graph.is_right_in(self.subject.twin, self._bound(graph))
+                by_torch = let_go(self.engines[graph.name], self.entries[graph.name])
+                if right := graph.is_right_in(self.subject.twin, self._bound(graph)):
+                    self.engines[graph.name] = by_torch
             if not right:
                 self.verdicts[graph.name] = TWICE
                 del self.entries[graph.name]

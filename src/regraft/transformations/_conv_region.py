@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from regraft.core.pattern import Match, Pattern, near_miss
 from regraft.core.relatives import relative
 from regraft.core.strides import depends_on_strides
-from regraft.core.values import called_name, reads_shape_only, value_of
+from regraft.core.values import CHANNELS_LAST, JOINING, called_name, reads_shape_only, value_of
 from regraft.core.vocabulary import (
     CONV,
     LAYER_NORM,
@@ -31,8 +31,6 @@ BORDER = Operation("border", "input")
 JOIN = Operation("join", "input")
 """A node that joins values of convolutions and others, of which torch makes one whose channels do not lie last."""
 
-CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-_JOINING = {"cat", "concat", "concatenate"}
 _RESIZING = {"interpolate", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d"}
 
 _LAYERS = (CONV, TRANSPOSED_CONV, LINEAR)
@@ -53,20 +51,21 @@ class LayersAndBorders(Pattern):
             border = [value for value in values if _is_border(node, value, owner)]
             if border:
                 yield (node, *border)
-                continue
-            joins = bool(values) and called_name(node) in _JOINING
+            joins = bool(values) and called_name(node) in JOINING
             others = [value for value in node.all_input_nodes if joins and value not in reached and _is_image(value)]
             if others:
                 yield (node, *others)
             begins = call is not None and call.operation in (CONV, TRANSPOSED_CONV)
             packed = layer is not None and isinstance(layer.module, CONVOLUTIONS)
-            if begins or packed or (values and _passes_on(node, layer)):
+            # an image of one pixel lies both ways: what it is enlarged to may still have its channels last
+            open_end = bool(values) and (not border or called_name(node) in _RESIZING)
+            if begins or packed or (open_end and _passes_on(node, layer)):
                 reached.add(node)
 
     def match(self, owner: GraphModule, nodes: tuple[Node, ...]) -> Match | None:
         node, *values = nodes
         if values:
-            kind = JOIN if called_name(node) in _JOINING else BORDER
+            kind = JOIN if called_name(node) in JOINING else BORDER
             return Match(owner, (Call(node, kind, {"input": values[0], "values": values}, owner, location(node)),))
         call, miss = read(node, owner), near_miss(node, owner)
         if miss is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from regraft.core import vocabulary as v
-from regraft.core.values import called_name, same_shape, value_of
+from regraft.core.values import JOINING, called_name, same_shape, value_of
 from regraft.core.vocabulary import Call, attribute, read
 
 LAYERS = (v.LINEAR, v.MATMUL, v.ADDMM, v.ATTENTION)
@@ -24,7 +24,6 @@ _ELEMENTWISE = (
     *(v.RELU, v.RELU6, v.HARDTANH, v.GELU, v.SILU, v.HARDSWISH, v.HARDSIGMOID, v.LEAKY_RELU, v.SIGMOID, v.TANH),
     *(v.DROPOUT, v.IDENTITY, v.MASKED_FILL, v.WHERE),
 )
-_JOINING = ("cat", "concat", "concatenate")
 _COPYING = ("contiguous", "clone")
 SPLITTING = ("chunk", "split", "split_with_sizes", "tensor_split")
 """What gives several tensors."""
@@ -68,7 +67,7 @@ def _of_others(node: Node, value: Tensor, axis: int) -> dict[Node, int]:
     name = called_name(node)
     if name in _COPYING:
         return dict.fromkeys(node.all_input_nodes, axis)
-    place = 1 if name in _JOINING else 2 if name in SPLITTING else None
+    place = 1 if name in JOINING else 2 if name in SPLITTING else None
     if place is not None:
         along = node.kwargs.get("dim", node.args[place] if len(node.args) > place else 0)
         if isinstance(along, int) and along % value.ndim != axis:

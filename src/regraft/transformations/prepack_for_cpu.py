@@ -9,12 +9,12 @@ from regraft.core.edit import Edit
 from regraft.core.pattern import Match
 from regraft.core.query import Facts, require, that
 from regraft.core.rewrite import Rewrite
-from regraft.core.values import layout_of, value_of
+from regraft.core.values import CHANNELS_LAST, layout_of, value_of
 from regraft.core.vocabulary import LINEAR, TRANSPOSED_CONV, Call
 from regraft.core.weights import Same
 from regraft.transformations import _mkldnn as mkldnn
 from regraft.transformations._activations import NONE, Activation
-from regraft.transformations._conv_region import BORDER, CHANNELS_LAST, JOIN, LayersAndBorders
+from regraft.transformations._conv_region import BORDER, JOIN, LayersAndBorders
 from regraft.transformations._following import between, following
 from regraft.transformations._module_for import place_of
 from regraft.transformations._packed import CONVOLUTIONS, Packed, even_padding, packed_kind

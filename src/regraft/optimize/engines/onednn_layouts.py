@@ -12,13 +12,12 @@ from torch.fx.node import map_arg
 
 from regraft.core.mutation import mutating_nodes
 from regraft.core.strides import depends_on_strides
-from regraft.core.values import called_name, layout_of, value_of
+from regraft.core.values import JOINING, called_name, layout_of, value_of
 from regraft.core.vocabulary import attribute
 from regraft.optimize.engines.onednn_fusions import called
 from regraft.optimize.engines.onednn_in_place import out_of_place
 from regraft.optimize.engines.onednn_same import same_in_each_call
 
-JOINING = {"cat", "concat", "concatenate"}
 _VIEWS = {"view", "_unsafe_view", "view_as"}
 _SUMS = {"add", "add_", "iadd"}
 _CONVOLUTIONS = {"conv2d", "conv_transpose2d", "convtranspose2d"}
@@ -83,7 +82,9 @@ class Images(Interpreter):
         """
         value = self.env[argument]
         resized = argument is self._resizing.get(n)
-        if not (resized or argument is self._convolutions.get(n) or self._joins_images(n)) or value.ndim != 4:
+        if not isinstance(value, Tensor) or value.ndim != 4:  # what is joined may be the pieces of a split
+            return value
+        if not (resized or argument is self._convolutions.get(n) or self._joins_images(n)):
             return value
         if value.shape[2:].numel() == 1:  # its steps are what the kernel before has left, which are not those of torch
             return value.flatten(1).contiguous().view(value.shape)
@@ -94,7 +95,8 @@ class Images(Interpreter):
     def _joins_images(self, n: Node) -> bool:
         """Whether a node joins images of which one has its channels last: where not all do, the result's are first."""
         if n in self._joining and n not in self._joined:
-            self._joined[n] = any(layout_of(self.env[each]) is torch.channels_last for each in n.all_input_nodes)
+            given = [self.env[each] for each in n.all_input_nodes]
+            self._joined[n] = any(isinstance(t, Tensor) and layout_of(t) is torch.channels_last for t in given)
         return self._joined.get(n, False)
 
     def is_convolved(self, n: Node) -> bool:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from regraft.core.values import JOINING
 from regraft.core.vocabulary import ADD, MULTIPLY, NEGATE, Call, Operation, read
 from regraft.optimize.engines.onednn_fusions import called
-from regraft.optimize.engines.onednn_layouts import JOINING, order
+from regraft.optimize.engines.onednn_layouts import order
 from regraft.optimize.engines.onednn_single import TYPES
 
 

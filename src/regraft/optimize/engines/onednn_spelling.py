@@ -14,10 +14,10 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.nn import functional as F
 
-from regraft.core.values import called_name
+from regraft.core.values import JOINING, called_name
 from regraft.core.vocabulary import ATTENTION, CONV, GELU, MATMUL, Call
 from regraft.optimize.engines.onednn_convolutions import convolution
-from regraft.optimize.engines.onednn_layouts import JOINING, anew, dense, lies_oddly, order
+from regraft.optimize.engines.onednn_layouts import anew, dense, lies_oddly, order
 from regraft.optimize.engines.onednn_norms import NORMS
 from regraft.optimize.engines.onednn_products import product
 from regraft.optimize.engines.onednn_single import TYPES, Env, Spelling, from_env, of_single_pixels

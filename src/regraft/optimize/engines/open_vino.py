@@ -51,7 +51,7 @@ def build(flat: Flat) -> Run:
 
     def run(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         if not hasattr(local, "request"):
-            local.request, local.weights = compiled.create_infer_request(), tables
+            local.request, local.weights = compiled.create_infer_request(), tables  # and what it computes with
         given = [_shared(tensor.detach().contiguous()) for tensor in inputs]
         found = local.request.infer(given, share_inputs=True, share_outputs=True)
         return [_copied(found[index], low) for index, low in enumerate(rounded)]
