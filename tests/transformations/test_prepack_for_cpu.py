@@ -74,7 +74,7 @@ def half(request, monkeypatch, unknown):
     """A half precision, on a processor that has no instructions for it."""
     has = mkldnn._has
     monkeypatch.setattr(mkldnn, "_has", lambda kind, dtype: dtype is torch.float32 and has(kind, dtype))
-    monkeypatch.setattr(packed_linear, "_RANKED", {})
+    monkeypatch.setattr(packed_linear, "_TIMES", {})
     return request.param
 
 
@@ -523,9 +523,9 @@ def test_a_layer_by_pixels(activation, half, monkeypatch, without_avx512):
 @pytest.mark.parametrize(("capability", "there"), [("AVX2", True), ("AVX512", False), ("DEFAULT", False)])
 def test_rows_are_pixels_without_avx_512_alone(monkeypatch, capability, there, unknown):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setattr(packed_linear, "_RANKED", {})
+    monkeypatch.setattr(packed_linear, "_TIMES", {})
     monkeypatch.setattr(packed_linear, "_BY_PIXELS", {})
-    monkeypatch.setattr(packed_linear, "seconds", lambda *runs: [1.0 for _ in runs])
+    monkeypatch.setattr(packed_linear, "seconds", lambda *runs, **_: [1.0 for _ in runs])
     assert mkldnn.works(mkldnn.PIXELS, torch.float32) is there
     for rows in (1, 2, 9):
         ways = packed_linear.ranked(torch.randn(rows, 7), torch.randn(5, 7), None, rows, NONE)
@@ -538,7 +538,7 @@ def test_rows_are_pixels_without_avx_512_alone(monkeypatch, capability, there, u
 def test_in_a_program_a_layer_by_pixels_has_to_keep_up_with_the_product(times, as_good, monkeypatch, without_avx512):
     left, x, weight = list(times), torch.randn(4, 7), torch.randn(5, 7)
     monkeypatch.setattr(packed_linear, "_BY_PIXELS", {})
-    monkeypatch.setattr(packed_linear, "seconds", lambda *runs: [[run(), left.pop(0)][1] for run in runs])
+    monkeypatch.setattr(packed_linear, "seconds", lambda *runs, **_: [[run(), left.pop(0)][1] for run in runs])
     assert packed_linear.as_good_by_pixels(x, weight, None) is as_good
     assert packed_linear.as_good_by_pixels(x[:3], weight, None) is as_good  # which is not timed again
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
@@ -593,8 +593,8 @@ def test_rows_that_do_not_come_back_take_the_weight_that_is_packed_for_any(monke
 
 def test_each_way_is_timed_once_for_about_so_many_rows_and_for_each_kind_of_layer(monkeypatch):
     timed = []
-    monkeypatch.setattr(packed_linear, "_RANKED", {})
-    monkeypatch.setattr(packed_linear, "seconds", lambda *runs: timed.extend(runs) or [1.0 for _ in runs])
+    monkeypatch.setattr(packed_linear, "_TIMES", {})
+    monkeypatch.setattr(packed_linear, "seconds", lambda *runs, **_: timed.extend(runs) or [1.0 for _ in runs])
 
     def new(layer, rows):
         timed.clear()
@@ -611,8 +611,8 @@ def test_each_way_is_timed_once_for_about_so_many_rows_and_for_each_kind_of_laye
 
 
 def test_nothing_is_timed_where_results_are_to_be_the_same_everywhere(monkeypatch):
-    monkeypatch.setattr(packed_linear, "_RANKED", {})
-    monkeypatch.setattr(packed_linear, "seconds", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(packed_linear, "_TIMES", {})
+    monkeypatch.setattr(packed_linear, "seconds", lambda *_, **__: pytest.fail("timed"))
     layer, x = PackedLinear.of(randomise(nn.Linear(7, 5))), torch.randn(4, 7)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     with torch.no_grad():
@@ -632,8 +632,8 @@ def test_the_ranking_follows_the_clock_and_saves_memory_where_the_times_are_clos
         ((1.0, 0.5, 0.49, 0.48), ("onednn", "pixels", "mkl", "plain")),
     ):
         left = list(times)
-        monkeypatch.setattr(packed_linear, "_RANKED", {})
-        monkeypatch.setattr(packed_linear, "seconds", lambda *_, left=left: left)
+        monkeypatch.setattr(packed_linear, "_TIMES", {})
+        monkeypatch.setattr(packed_linear, "seconds", lambda *_, left=left, **__: left)
         assert packed_linear.ranked(x, weight, None, 4, NONE) == expected
     monkeypatch.undo()
 
@@ -652,6 +652,29 @@ def test_what_takes_long_is_timed_less_often(times, shortest, monkeypatch):
     ticks = iter([tick for time in times for tick in (0.0, time / 1000)])
     monkeypatch.setattr(packed_linear.time, "perf_counter", lambda: next(ticks))
     assert packed_linear.seconds(*[lambda: None for _ in shortest]) == [time / 1000 for time in shortest]
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_before_a_cold_call_the_caches_are_filled_with_something_else(cold, monkeypatch):
+    order, real = [], torch.Tensor.sum
+
+    def summed(tensor):
+        order.append(tensor.numel() * tensor.element_size())
+        return real(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "sum", summed)
+    packed_linear.seconds(lambda: order.append("a"), lambda: order.append("b"), cold=cold)
+    size = torch.get_num_threads() * packed_linear.CACHE if cold else 0
+    assert order == [size, "a", size, "b"] * packed_linear.ROUNDS
+
+
+def test_large_weights_are_timed_as_they_are_found_in_a_network(monkeypatch):
+    asked = []
+    monkeypatch.setattr(packed_linear, "_TIMES", {})
+    monkeypatch.setattr(packed_linear, "seconds", lambda *runs, cold: asked.append(cold) or [1.0 for _ in runs])
+    for features in (8, 256):
+        packed_linear.ranked(torch.randn(2, 256), torch.randn(features, 256), None, 2, NONE)
+    assert asked == [False, True]
 
 
 def test_moving_and_copying():

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
 
 _SHAPE_READS = {"size", "dim", "ndimension", "numel", "__len__", "len", "sym_size.int", "sym_numel.default"}
 MAKERS = {"zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full"}
@@ -64,6 +65,15 @@ JOINING = frozenset({"cat", "concat", "concatenate"})
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 """By how many axes an image has."""
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in nested containers.
+
+    Args:
+        value: The containers.
+    """
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def layout_of(tensor: Tensor | None) -> torch.memory_format:

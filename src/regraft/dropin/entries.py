@@ -16,6 +16,7 @@ from regraft.capture import caches
 from regraft.capture.codegen import CallingCodeGen
 from regraft.capture.own_state import Attribute, set_attribute
 from regraft.core.fx_private import codegen_of
+from regraft.core.values import tensors_in
 
 _Kind = tuple[torch.dtype, torch.device, int]
 
@@ -172,7 +173,7 @@ def _slot(name: str, value: Any) -> Slot:
     state = caches.state_of(value)
     if state is not None:
         return Slot(name, tuple(map(_kind, state.leaves)), False, state.form)
-    return Slot(name, tuple(map(_kind, _tensors(value))), False)
+    return Slot(name, tuple(map(_kind, tensors_in(value))), False)
 
 
 def _fits(slot: Slot, value: Any) -> bool:
@@ -180,12 +181,8 @@ def _fits(slot: Slot, value: Any) -> bool:
         return isinstance(value, Tensor) and _is(value, slot.kinds[0])
     if slot.form is not None:
         return type(value) is caches.State and value.form == slot.form and all(map(_is, value.leaves, slot.kinds))
-    tensors = _tensors(value)
+    tensors = tensors_in(value)
     return len(tensors) == len(slot.kinds) and all(map(_is, tensors, slot.kinds))
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _kind(tensor: Tensor) -> _Kind:

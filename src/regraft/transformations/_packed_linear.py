@@ -27,12 +27,16 @@ PREFERENCE = {PLAIN: 0.95, ONEDNN: 1.0, MKL: 1.05, PIXELS: 1.05}
 """Times are multiplied by this: a plain product needs no copy of the weight, oneDNN's one, and others one a size."""
 AS_GOOD = 1.1
 """In a program a convolution may take so many times a product's time: what follows costs nothing in its kernel."""
+AHEAD = 0.98
+"""In a program another product may take so much of the time of oneDNN's: a sum that follows costs nothing in that."""
 ROUNDS, FEW_ROUNDS, LONG = 8, 2, 0.02
 """How often each way is timed, and how often where one takes so many seconds; its shortest time counts."""
+CACHE, LARGE = 1 << 22, 1 << 18
+"""More bytes than a core's own cache has; and from how many on a weight is not found there when its turn comes."""
 PACKS = 2
 """So many copies of a weight are kept that are packed for one number of rows each."""
 
-_RANKED: dict[Any, tuple[str, ...]] = {}
+_TIMES: dict[Any, dict[str, float]] = {}
 _BY_PIXELS: dict[Any, bool] = {}
 """What was found for a size."""
 
@@ -84,17 +88,41 @@ def ranked(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, activation
     """
     if torch.are_deterministic_algorithms_enabled():  # what is the fastest may be another in another process
         return (PLAIN,)
+    times = _times(x, weight, bias, rows, activation)
+    return tuple(sorted(times, key=lambda way: times[way] * PREFERENCE[way]))
+
+
+def way_in_program(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> str:
+    """The fastest way for a program made for these rows; oneDNN's kernel where no other is ahead of it.
+
+    Args:
+        x: (..., in_features).
+        weight: (out_features, in_features).
+        bias: (out_features,), or None.
+        activation: What follows.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        return ONEDNN
+    rows = x.numel() // weight.shape[1]
+    times = _times(x, weight, bias, rows, activation)
+    ways = [way for way in times if way != PLAIN or rows == 1]  # of more it would take the product for its own
+    way = min(ways, key=times.__getitem__, default=PLAIN)
+    return way if times[way] < AHEAD * times.get(ONEDNN, 0.0) else ONEDNN
+
+
+def _times(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, activation: Activation) -> dict[str, float]:
     size = _size(weight, bias, rows, activation)
-    if size not in _RANKED:
+    if size not in _TIMES:
         ways = [PLAIN]
         ways += [ONEDNN] if mkldnn.computed_in(mkldnn.LINEAR, weight.dtype, activation) is not None else []
         ways += [MKL] if mkldnn.works(mkldnn.MKL, weight.dtype) else []
         ways += [PIXELS] if rows > 1 and mkldnn.computed_in(mkldnn.PIXELS, weight.dtype, activation) is not None else []
         packs = {way: _pack(way, weight, rows) for way in ways}
-        times = seconds(*(_computing(way, packs[way], x, weight, bias, rows, activation) for way in ways))
-        weighed = {way: its * PREFERENCE[way] for way, its in zip(ways, times, strict=True)}
-        _RANKED[size] = tuple(sorted(ways, key=weighed.__getitem__))
-    return _RANKED[size]
+        times = seconds(
+            *(_computing(way, packs[way], x, weight, bias, rows, activation) for way in ways), cold=_is_large(weight)
+        )
+        _TIMES[size] = dict(zip(ways, times, strict=True))
+    return _TIMES[size]
 
 
 def as_good_by_pixels(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -112,7 +140,9 @@ def as_good_by_pixels(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if size not in _BY_PIXELS:
         image, packed = image_of(x), mkldnn.pack_pixels(weight, rows)
         product = _computing(ONEDNN, _pack(ONEDNN, weight, rows), x, weight, bias, rows, NONE)
-        by_pixels, by_product = seconds(lambda: mkldnn.conv(image, packed, bias, mkldnn.BY_PIXEL, NONE), product)
+        by_pixels, by_product = seconds(
+            lambda: mkldnn.conv(image, packed, bias, mkldnn.BY_PIXEL, NONE), product, cold=_is_large(weight)
+        )
         _BY_PIXELS[size] = by_pixels < AS_GOOD * by_product
     return _BY_PIXELS[size]
 
@@ -121,15 +151,26 @@ def _size(weight: Tensor, bias: Tensor | None, rows: int, activation: Activation
     return (rows - 1).bit_length(), weight.shape, weight.dtype, bias is not None, activation, torch.get_num_threads()
 
 
-def seconds(*calls: Callable[[], Any]) -> list[float]:
-    """The shortest time of each call, in seconds; they take turns, so that what disturbs one disturbs all."""
+def seconds(*calls: Callable[[], Any], cold: bool = False) -> list[float]:
+    """The shortest time of each call, in seconds; they take turns, so that what disturbs one disturbs all.
+
+    Args:
+        *calls: The calls.
+        cold: Whether the caches are filled with something else before each, as by the other layers of a network.
+    """
+    others = torch.ones(torch.get_num_threads() * CACHE // 4 if cold else 0)
     times: list[list[float]] = [[] for _ in calls]
     while len(times[0]) < (ROUNDS if max(map(sum, times)) < LONG else FEW_ROUNDS):
         for call, its in zip(calls, times, strict=True):
+            others.sum()
             start = time.perf_counter()
             call()
             its.append(time.perf_counter() - start)
     return list(map(min, times))
+
+
+def _is_large(weight: Tensor) -> bool:
+    return weight.numel() * weight.element_size() >= LARGE
 
 
 def _computing(*arguments: Any) -> Callable[[], Tensor]:

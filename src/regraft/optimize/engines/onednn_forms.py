@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from regraft.core.errors import NotCovered
+from regraft.core.values import tensors_in
 from regraft.core.vocabulary import attribute
 from regraft.optimize.engines.onednn_fusions import called
 from regraft.optimize.engines.onednn_layouts import Images, anew, begins_oddly, begun_anew, dense
-from regraft.optimize.engines.onednn_values import BROADCASTING, Values, tensors
+from regraft.optimize.engines.onednn_values import BROADCASTING, Form, Values
 from regraft.optimize.engines.written_attention import Mask, WrittenAttention
 
 Attention = Literal["fused", "in float32", "in its own type"]
@@ -40,7 +41,8 @@ class Forms(nn.Module):
     program says at the end whether there were any, and then its results are not taken.
 
     A constant that is added to a product, or multiplied with it, cannot be compiled, so constants are given beside the
-    inputs. A few calls are spelled otherwise. Results that are the same in each call are no results of a program.
+    inputs. So are weights that MKL has packed, since TorchScript has no such constants. A few calls are spelled
+    otherwise. Results that are the same in each call are no results of a program.
 
     Args:
         gm: The graph.
@@ -65,12 +67,16 @@ class Forms(nn.Module):
         self.images = values.images
         self.known = values
         fused = (node for node in gm.graph.nodes if called(node, gm) in BROADCASTING and node not in values.by_torch)
-        self.larger = {node: values.to_enlarge(node) for node in fused}
-        self.larger |= {node: values.to_gather(node) for node in values.products}
-        self.larger |= {node: values.to_condense(node) for node in values.poolings}
+        self.larger = {node: _to_enlarge(node, values) for node in fused}
+        self.larger |= {node: _to_gather(node, values) for node in values.products}
+        self.larger |= {node: _to_condense(node, values) for node in values.poolings}
         constants = {(a, form) for larger in self.larger.values() for a, form in larger.items() if a in values.steady}
         self.places = {constant: place for place, constant in enumerate(constants)}
         self.beside = [dense(values.steady[node], *form) for node, form in self.places]
+        packs = {id(layer.packed): layer.packed for layer in values.own.values() if layer.packed is not None}
+        places = {each: len(self.beside) + place for place, each in enumerate(packs)}  # of what several share, one
+        self.packs = {node: places.get(id(layer.packed)) for node, layer in values.own.items()}
+        self.beside += packs.values()
         self.attention: Attention = "fused"
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -81,7 +87,7 @@ class Forms(nn.Module):
         """
         given = inputs[: len(inputs) - len(self.beside)]
         run = _Run(self, inputs[len(given) :])
-        results = tensors(run.run(*given))
+        results = tensors_in(run.run(*given))
         return (*(result for result, known in zip(results, self.known.results) if known is None), *run.blind)
 
     def complete(self, results: Sequence[Tensor]) -> list[Tensor]:
@@ -127,7 +133,10 @@ class _Run(Images):
             return known.numbers[n]
         if self._forms.attention != "fused" and n in known.attentions:
             return self._written_out(known.attentions[n])
-        if n in known.by_pixels:
+        if n in known.own:
+            place = self._forms.packs[n]
+            result = known.own[n].compute(self.env, None if place is None else self._beside[place])
+        elif n in known.by_pixels:
             result = known.by_pixels[n].compute(self.env)
         elif n in known.respelled:
             result = known.respelled[n]({argument: self.given(n, argument) for argument in n.all_input_nodes})
@@ -170,3 +179,34 @@ class _Run(Images):
             return begun_anew(value) if matrix and begins_oddly(value) else value
         place = self._forms.places.get((argument, form))
         return dense(self.env[argument], *form) if place is None else self._beside[place]
+
+
+def _to_enlarge(node: Node, values: Values) -> dict[Node, Form]:
+    """The tensors that a call is not to be given as they are, with the form that they get."""
+    given = [argument for argument in node.all_input_nodes if argument in values.forms]
+    form = values.forms.get(node)
+    if form is None or not given:
+        return {}
+    several, twice = len(given) > 1, values.twice.get(node, ())
+    if values.writes_to(node):  # what is written to has to stay what it is
+        del given[0]
+    found: dict[Node, Form] = {}
+    for a in given:
+        other = values.forms[a] != form and (several or values.forms[a][0] == form[0])
+        if a in values.odd or a in values.steady or other or (several and a in twice):
+            found[a] = form
+    return found
+
+
+def _to_condense(node: Node, values: Values) -> dict[Node, Form]:
+    """The images with gaps that are pooled, with their form: for those there is the reference kernel alone."""
+    return {a: values.forms[a] for a in node.all_input_nodes if a in values.odd}
+
+
+def _to_gather(node: Node, values: Values) -> dict[Node, Form]:
+    """The matrices that a product is not to be given as they are, with their form: its kernel is slow, or wrong."""
+    sizes = {a: values.forms[a][0] for a in node.all_input_nodes if a in values.scattered}
+    second = node.all_input_nodes[-1]
+    if second in values.odd and len(size := values.forms[second][0]) > 3 and size[-2] == 1:
+        sizes[second] = size
+    return {a: (size, tuple(range(len(size)))) for a, size in sizes.items()}

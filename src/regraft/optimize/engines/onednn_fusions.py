@@ -141,6 +141,16 @@ def goes_inside(node: Node, before: Node, gm: nn.Module) -> bool:
     return name in _ELEMENTWISE or name in _JOINING
 
 
+def is_elementwise(node: Node, gm: nn.Module) -> bool:
+    """Whether a node calls a function of each element, as an activation is.
+
+    Args:
+        node: The node.
+        gm: The graph module.
+    """
+    return _plain(node, gm) in _ELEMENTWISE
+
+
 def is_factor(node: Node, gm: nn.Module) -> bool:
     """Whether a node multiplies or divides.
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.fx import Node
 from torch.nn import functional as F
 
-from regraft.core.vocabulary import CONV, LINEAR, Call
+from regraft.core.vocabulary import CONV, Call
 from regraft.optimize.engines.onednn_convolutions import as_row, row_convolution
+from regraft.optimize.engines.onednn_linear import layer_of
 from regraft.optimize.engines.onednn_single import Env, Spelling
 from regraft.transformations._packed_linear import as_good_by_pixels
 from regraft.transformations._pixels import image_of, kernel_of, rows_of
@@ -73,16 +74,10 @@ class PixelLayer:
             env: The values of the nodes in the sample.
             steady: Those that are the same in each call.
         """
-        if call is None or call.operation is not LINEAR:
+        layer = layer_of(call, env, steady)
+        if call is None or layer is None:
             return None
-        given = (call["weight"], call["bias"])
-        weight, bias = (steady.get(each) if isinstance(each, Node) else each for each in given)
-        if not isinstance(weight, Tensor) or (bias is None and call["bias"] is not None):
-            return None
-        x = env[call.input]
-        if not x.is_cpu or x.dtype is not weight.dtype or weight.ndim != 2 or min(weight.shape) < 2 or not x.numel():
-            return None  # an image of one channel may be read in either layout
-        weight, bias = weight.detach(), None if bias is None else bias.detach()
+        x, weight, bias = layer  # of several channels: an image of one may be read in either layout
         return cls(call.input, kernel_of(weight), bias) if as_good_by_pixels(x, weight, bias) else None
 
     def compute(self, env: Env) -> Tensor:

@@ -131,9 +131,10 @@ def _length(node: Node, env: Env) -> Spelling | None:
 
 
 def _joined(node: Node, env: Env, dtype: torch.dtype) -> Spelling | None:
-    """Tensors joined without those that have no elements, and those of other types by a function that it does not know.
+    """Tensors joined without those that have no elements, and some by a function that it does not know.
 
-    It would try to compile both, and cannot.
+    Those of other types it would try to compile, and cannot. To join the rows of heads, as of a cache and a new token,
+    its kernel takes several times as long as torch.
     """
     nodes: Any = node.args[0] if node.args else None
     axis: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", node.kwargs.get("axis", 0))
@@ -148,6 +149,9 @@ def _joined(node: Node, env: Env, dtype: torch.dtype) -> Spelling | None:
             return torch.hstack(parts).movedim(second, axis).contiguous()
 
         return compute
+    ndim = env[full[0]].ndim if full else 0
+    if ndim == 4 and axis % ndim == 2:
+        return lambda env: torch.dstack([env[each].to(dtype) for each in full])
     if not full or len(full) == len(nodes):
         return None
     return lambda env: torch.cat([env[each].to(dtype) for each in full], axis)

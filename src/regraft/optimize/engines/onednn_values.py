@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
+from regraft.core.values import tensors_in
 from regraft.core.vocabulary import ATTENTION, Call, read
 from regraft.optimize.engines.onednn_columns import of_columns_read
 from regraft.optimize.engines.onednn_contents import Contents
@@ -20,6 +20,7 @@ from regraft.optimize.engines.onednn_fusions import (
     PRODUCTS,
     called,
     goes_inside,
+    is_elementwise,
     is_factor,
     kept_apart,
     overwritten,
@@ -34,6 +35,7 @@ from regraft.optimize.engines.onednn_layouts import (
     order,
     steps_oddly,
 )
+from regraft.optimize.engines.onednn_linear import OwnLayer
 from regraft.optimize.engines.onednn_moves import Move, chains
 from regraft.optimize.engines.onednn_pixels import Imaged, PixelLayer, RowConvolution
 from regraft.optimize.engines.onednn_rotation import Rotation
@@ -70,8 +72,10 @@ class Values(Images):
         steady: The tensors that depend on sizes and weights alone, as they are in the sample.
         numbers: The numbers that are made of sizes.
         done: What has written into steady tensors, and gives nothing.
+        twice: The arguments that a call has to be given as copies.
         results: The tensors among the results that are steady, and None for each of the others.
         respelled: The calls that are spelled otherwise, as functions of the values of the nodes.
+        own: The linear layers that are computed outside of its kernels.
         by_pixels: What gives an image in the place of a tensor: linear layers and convolutions over one axis.
         inside: What goes into their kernels, with those arguments that are in the same kernel, and
         imaged: for all of these, which kind of image it is.
@@ -98,6 +102,7 @@ class Values(Images):
         self.done: set[Node] = set()
         self.results: list[Tensor | None] = []
         self.respelled: dict[Node, Callable[[Mapping[Node, Any]], Any]] = {}
+        self.own: dict[Node, OwnLayer] = {}
         self.by_pixels: dict[Node, Imaged] = {}
         self.imaged: dict[Node, Imaged] = {}
         self.inside: dict[Node, set[Node]] = {}
@@ -106,9 +111,11 @@ class Values(Images):
         self.attending = 0.0
         self.masks: dict[Any, Mask] = {}
         self.sighted: set[Any] = set()
-        self._apart, self._twice = kept_apart(gm) | overwritten(gm), read_twice(gm)
+        self._apart, self.twice = kept_apart(gm) | overwritten(gm), read_twice(gm)
         self._chains = {} if self.writes else chains(gm)
         self._contents = Contents()
+        self._outside: set[Node] = set()  # what is computed so, and functions of it
+        self._packs: dict[Any, Tensor] = {}
 
     def run_node(self, n: Node) -> Any:
         """See `Interpreter.run_node`."""
@@ -138,7 +145,7 @@ class Values(Images):
             self.attending += seconds
         if n.op == "output":
             kept = {id(self.env[node]) for node in n.all_input_nodes if node in self.steady}
-            self.results = [leaf.detach() if id(leaf) in kept else None for leaf in tensors(result)]
+            self.results = [leaf.detach() if id(leaf) in kept else None for leaf in tensors_in(result)]
         return result
 
     def _renewed(self, n: Node) -> Any:
@@ -179,13 +186,25 @@ class Values(Images):
                 self.by_torch.add(n)
         self.respelled |= of_columns_read(n, self.gm, self.steady)
         self._note_rotation(n, result)
-        self._note_pixels(n, call)
+        self._note_layer(n, call)
         if call is not None and call.operation is ATTENTION:
             self._note_attention(n, call)
 
+    def _note_layer(self, n: Node, call: Call | None) -> None:
+        own = None if n in self.steady else OwnLayer.of(call, self.env, self.steady, self._packs)
+        if own is not None:
+            self.own[n] = own
+            self.rows.discard(n)
+            self._outside.add(n)
+        elif (
+            is_elementwise(n, self.gm) and n.all_input_nodes[0] in self._outside
+        ):  # there is no kernel for it to go into
+            self._outside.add(n)
+            self.viewed.add(n)
+        elif n not in self.steady and not self.writes:
+            self._note_pixels(n, call)
+
     def _note_pixels(self, n: Node, call: Call | None) -> None:
-        if self.writes or n in self.steady:
-            return
         row = RowConvolution.of(call, self.env) if n in self.over_rows else None
         layer = row or PixelLayer.of(call, self.env, self.steady)
         if layer is not None:
@@ -199,7 +218,7 @@ class Values(Images):
                 self.inside[n] = inside | {a for a in images if set(a.users) <= {n, *inside}}
 
     def _is_scaled(self, n: Node, result: Tensor) -> bool:
-        if self._writes(n) or not is_factor(n, self.gm) or result.ndim != 4:
+        if self.writes_to(n) or not is_factor(n, self.gm) or result.ndim != 4:
             return False
         sizes = [self.forms[a][0] for a in n.all_input_nodes if a in self.forms and a not in self.steady]
         pixels = torch.Size((*result.shape[:2], 1, 1))
@@ -208,7 +227,7 @@ class Values(Images):
     def _is_gate(self, n: Node) -> bool:
         """Whether it multiplies parts of merged layers: they have gaps, and nothing would be fused with it anyway."""
         given = n.all_input_nodes
-        if n not in self._apart or self._writes(n) or not is_factor(n, self.gm) or self.odd.isdisjoint(given):
+        if n not in self._apart or self.writes_to(n) or not is_factor(n, self.gm) or self.odd.isdisjoint(given):
             return False
         return all(a in self.odd or a in self.viewed for a in given)
 
@@ -245,7 +264,12 @@ class Values(Images):
     def _is_dense(self, n: Node) -> bool:
         return n not in self.odd and self.forms[n][1] == tuple(range(len(self.forms[n][0])))
 
-    def _writes(self, n: Node) -> bool:
+    def writes_to(self, n: Node) -> bool:
+        """Whether a call writes into its first argument.
+
+        Args:
+            n: The call.
+        """
         return called(n, self.gm) in _IN_PLACE and n not in self.renewing
 
     def _note_attention(self, n: Node, call: Call) -> None:
@@ -260,40 +284,3 @@ class Values(Images):
             self.masks[written.mask] = written.prepared(self.env).known()
         elif not written.blind(self.env).any():
             self.sighted.add(written.mask)
-
-    def to_enlarge(self, node: Node) -> dict[Node, Form]:
-        """The tensors that a call is not to be given as they are, with the form that they get."""
-        given = [argument for argument in node.all_input_nodes if argument in self.forms]
-        form = self.forms.get(node)
-        if form is None or not given:
-            return {}
-        several, twice = len(given) > 1, self._twice.get(node, ())
-        if self._writes(node):  # what is written to has to stay what it is
-            del given[0]
-        found: dict[Node, Form] = {}
-        for a in given:
-            other = self.forms[a] != form and (several or self.forms[a][0] == form[0])
-            if a in self.odd or a in self.steady or other or (several and a in twice):
-                found[a] = form
-        return found
-
-    def to_condense(self, node: Node) -> dict[Node, Form]:
-        """The images with gaps that are pooled, with their form: for those there is the reference kernel alone."""
-        return {a: self.forms[a] for a in node.all_input_nodes if a in self.odd}
-
-    def to_gather(self, node: Node) -> dict[Node, Form]:
-        """The matrices that a product is not to be given as they are, with their form: its kernel is slow, or wrong."""
-        sizes = {a: self.forms[a][0] for a in node.all_input_nodes if a in self.scattered}
-        second = node.all_input_nodes[-1]
-        if second in self.odd and len(size := self.forms[second][0]) > 3 and size[-2] == 1:
-            sizes[second] = size
-        return {a: (size, tuple(range(len(size)))) for a, size in sizes.items()}
-
-
-def tensors(results: Any) -> list[Tensor]:
-    """The tensors among the results of a graph.
-
-    Args:
-        results: The results.
-    """
-    return [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
