@@ -105,6 +105,7 @@ def test_of_one_row_by_torch(name: str, way: Callable[[str], list[Activation]]) 
             result, expected = run([x])[0], Of(function)(x)
             torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
             assert result.stride() == expected.stride()
+        assert not Forms(symbolic_trace(Of(function)), [ROW]).known.rows, "which are copied, for a kernel's sake"
     assert asked
 
 
