@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy, symbolic_trace
 from torch.nn import functional as F
 
+from regraft.optimize.engines import onednn_norms
 from regraft.optimize.engines.onednn_forms import Forms
 
 WEIGHT, BIAS = torch.randn(6).abs() + 0.5, torch.randn(6)
@@ -136,8 +137,9 @@ LAYER_NORMS: dict[str, nn.Module] = {
 
 
 @pytest.mark.parametrize("name", LAYER_NORMS)
-def test_a_layer_norm_of_halves_has_weights_in_float32(name: str) -> None:
+def test_a_layer_norm_of_halves_has_weights_in_float32(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With which oneDNN Graph compiles it; with weights in halves it does not."""
+    monkeypatch.setattr(onednn_norms, "_FEW", {})
     module, x = copy.deepcopy(LAYER_NORMS[name]).bfloat16(), (5 * torch.randn(3, 4, 6) + 2).bfloat16()
     forms = Forms(symbolic_trace(module), [x])
     program = torch.jit.freeze(torch.jit.trace(forms.eval(), (x, *forms.beside), check_trace=False))
@@ -148,4 +150,27 @@ def test_a_layer_norm_of_halves_has_weights_in_float32(name: str) -> None:
     expected = exact(module, -x)
     error, own = ((given.double() - expected).abs().max() for given in (result, module(-x)))
     assert result.dtype is torch.bfloat16
+    assert error <= 1.5 * own
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "by_torch"),
+    [
+        (4, torch.float32, True),
+        (1 << 14, torch.float32, True),
+        (1 << 15, torch.float32, False),
+        (4, torch.bfloat16, True),
+        (1 << 12, torch.bfloat16, False),
+    ],
+)
+@pytest.mark.parametrize("name", LAYER_NORMS)
+def test_a_layer_norm_of_few_elements_is_torchs(name: str, rows: int, dtype: torch.dtype, by_torch: bool) -> None:
+    module, x = copy.deepcopy(LAYER_NORMS[name]).to(dtype), (5 * torch.randn(rows, 6) + 2).to(dtype)
+    with torch.no_grad():
+        (result,) = built(module, x)([-x])
+        groups = str(torch.jit.last_executed_optimized_graph()).count("with prim::oneDNNFusionGroup")
+    assert groups == (0 if by_torch else 1)
+    expected = exact(module, -x)
+    error, own = ((given.double() - expected).abs().max() for given in (result, module(-x)))
+    assert result.dtype is dtype
     assert error <= 1.5 * own

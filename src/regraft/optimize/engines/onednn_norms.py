@@ -14,6 +14,8 @@ from regraft.core.vocabulary import BATCH_NORM, INSTANCE_NORM, LAYER_NORM, RMS_N
 from regraft.optimize.engines.onednn_layouts import anew
 from regraft.optimize.engines.onednn_single import TYPES, Env, Spelling, from_env
 
+_FEW = {torch.float32: 1 << 17, torch.bfloat16: 1 << 14}
+"""Layer norms of fewer elements take torch less time than a kernel takes to begin."""
 _AXES: dict[type[nn.Module], int] = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}
 """Those of a batch: what has fewer is no batch, and its first axis is that of the channels."""
 
@@ -25,6 +27,8 @@ def _norm(call: Call, env: Env) -> Spelling | None:
     long. A batch norm in float32 is a product and a sum, as torch computes it, in half the time or less.
     """
     given, shape = call.input, call["normalized_shape"]
+    if call.operation is LAYER_NORM and env[given].numel() < _FEW.get(env[given].dtype, 0):
+        return _by_torch(call)
     bare = call["weight"] is None or call["bias"] is None
     halves = call.operation is LAYER_NORM and env[given].dtype is torch.bfloat16
     if not bare and not halves and (call.operation is LAYER_NORM or env[given].dtype is not torch.float32):
@@ -53,6 +57,17 @@ def _norm(call: Call, env: Env) -> Spelling | None:
             around = (1, -1, *(1,) * (env[given].ndim - 2))
             return torch.addcmul((bias - mean * factor).view(around), env[given], factor.view(around))
         return F.batch_norm(env[given], mean, variance, weight, bias, eps=call["eps"])
+
+    return compute
+
+
+def _by_torch(call: Call) -> Spelling:
+    """A layer norm by the function that torch's own calls, and that it does not know."""
+
+    def compute(env: Env) -> Tensor:
+        weight, bias = (from_env(call[name], env) for name in ("weight", "bias"))
+        shape = map_arg(call["normalized_shape"], env.__getitem__)
+        return torch.native_layer_norm(env[call.input], shape, weight, bias, call["eps"])[0]
 
     return compute
 
