@@ -24,16 +24,14 @@ Function = Callable[[Tensor], Tensor]
 
 
 @pytest.fixture
-def way(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Activation]]:
-    """Makes a way the fastest here, and says after which activations was asked."""
+def way(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[tuple[Activation, bool]]]:
+    """Makes a way the fastest here, and says with what following it was asked."""
     if not mkldnn.works(mkldnn.MKL, torch.float32):
         pytest.skip("a build without MKL")
 
-    def fastest(name: str) -> list[Activation]:
-        asked: list[Activation] = []
-        monkeypatch.setattr(
-            onednn_linear, "way_in_program", lambda x, weight, bias, activation: asked.append(activation) or name
-        )
+    def fastest(name: str) -> list[tuple[Activation, bool]]:
+        asked: list[tuple[Activation, bool]] = []
+        monkeypatch.setattr(onednn_linear, "way_in_program", lambda *given: asked.append(given[3:]) or name)
         return asked
 
     return fastest
@@ -78,7 +76,7 @@ def _doubled_in_part(y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_by_mkl(name: str, way: Callable[[str], list[Activation]]) -> None:
+def test_by_mkl(name: str, way: Callable[[str], list[tuple[Activation, bool]]]) -> None:
     function, fused = FUNCTIONS[name]
     asked = way("mkl")
     with torch.no_grad():
@@ -95,7 +93,7 @@ def test_by_mkl(name: str, way: Callable[[str], list[Activation]]) -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_of_one_row_by_torch(name: str, way: Callable[[str], list[Activation]]) -> None:
+def test_of_one_row_by_torch(name: str, way: Callable[[str], list[tuple[Activation, bool]]]) -> None:
     function, _ = FUNCTIONS[name]
     asked = way("plain")
     with torch.no_grad():
@@ -123,7 +121,7 @@ class Block(nn.Module):
     [("mkl", 12, torch.float32), ("mkl", 1, torch.float32), ("plain", 1, torch.float32), ("plain", 1, torch.bfloat16)],
 )
 def test_the_results_are_as_near_to_float64_as_torchs(
-    name: str, rows: int, dtype: torch.dtype, way: Callable[[str], list[Activation]]
+    name: str, rows: int, dtype: torch.dtype, way: Callable[[str], list[tuple[Activation, bool]]]
 ) -> None:
     asked = way(name)
     torch.manual_seed(0)
@@ -133,7 +131,7 @@ def test_the_results_are_as_near_to_float64_as_torchs(
         (found,) = built(model, x)([x])
         usual, exact = model(x), model.double()(x.double())
     assert (found.double() - exact).norm() <= 1.5 * (usual.double() - exact).norm()
-    assert asked == [Activation("gelu", (), "none"), NONE] * 4, "what oneDNN would compute in the same kernel"
+    assert asked == [(Activation("gelu", (), "none"), False), (NONE, True)] * 4, "what would go into oneDNN's kernel"
 
 
 @pytest.mark.parametrize(
@@ -157,7 +155,7 @@ def test_what_stays_as_it_is(function: Function, monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(found, Of(function)(A.clone()))
 
 
-def test_what_several_layers_share_is_packed_once(way: Callable[[str], list[Activation]]) -> None:
+def test_what_several_layers_share_is_packed_once(way: Callable[[str], list[tuple[Activation, bool]]]) -> None:
     way("mkl")
     shared = nn.Linear(10, 10)
     model = nn.Sequential(shared, nn.ReLU(), shared, nn.Linear(10, 10), nn.Flatten(0, 1), shared).requires_grad_(False)
@@ -169,7 +167,7 @@ def test_what_several_layers_share_is_packed_once(way: Callable[[str], list[Acti
         torch.testing.assert_close(run([x])[0], model(x))
 
 
-def test_the_program_is_for_one_size(way: Callable[[str], list[Activation]]) -> None:
+def test_the_program_is_for_one_size(way: Callable[[str], list[tuple[Activation, bool]]]) -> None:
     way("mkl")
     with torch.no_grad():
         run = built(Of(layer), A)
@@ -198,8 +196,18 @@ def test_the_way_follows_the_clock(
     monkeypatch.setattr(_packed_linear, "_times", lambda *_: times)
     x, matrix = torch.randn(1, rows, 7), torch.randn(5, 7)
     assert _packed_linear.way_in_program(x, matrix, None, NONE) == expected
+    monkeypatch.setattr(_packed_linear, "_time_of_a_sum", lambda *_: 5)
+    assert _packed_linear.way_in_program(x, matrix, None, NONE, joined=True) == "onednn"
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert _packed_linear.way_in_program(x, matrix, None, NONE) == "onednn"
+
+
+def test_a_sum_is_timed_once_for_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[torch.Size] = []
+    monkeypatch.setattr(_packed_linear, "_SUMS", {})
+    monkeypatch.setattr(_packed_linear, "seconds", lambda run: (timed.append(run().shape), [0.25])[1])
+    assert [_packed_linear._time_of_a_sum(rows, torch.randn(5, 7)) for rows in (4, 4, 3)] == [0.25] * 3
+    assert timed == [(4, 5), (3, 5)]
 
 
 @pytest.mark.parametrize("axis", [2, -2])

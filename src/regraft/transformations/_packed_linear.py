@@ -28,7 +28,7 @@ PREFERENCE = {PLAIN: 0.95, ONEDNN: 1.0, MKL: 1.05, PIXELS: 1.05}
 AS_GOOD = 1.1
 """In a program a convolution may take so many times a product's time: what follows costs nothing in its kernel."""
 AHEAD = 0.98
-"""In a program another product may take so much of the time of oneDNN's: a sum that follows costs nothing in that."""
+"""In a program another product may take so much of the time of oneDNN's."""
 ROUNDS, FEW_ROUNDS, LONG = 8, 2, 0.02
 """How often each way is timed, and how often where one takes so many seconds; its shortest time counts."""
 CACHE, LARGE = 1 << 22, 1 << 18
@@ -37,6 +37,7 @@ PACKS = 2
 """So many copies of a weight are kept that are packed for one number of rows each."""
 
 _TIMES: dict[Any, dict[str, float]] = {}
+_SUMS: dict[Any, float] = {}
 _BY_PIXELS: dict[Any, bool] = {}
 """What was found for a size."""
 
@@ -92,7 +93,7 @@ def ranked(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, activation
     return tuple(sorted(times, key=lambda way: times[way] * PREFERENCE[way]))
 
 
-def way_in_program(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> str:
+def way_in_program(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation, joined: bool = False) -> str:
     """The fastest way for a program made for these rows; oneDNN's kernel where no other is ahead of it.
 
     Args:
@@ -100,11 +101,16 @@ def way_in_program(x: Tensor, weight: Tensor, bias: Tensor | None, activation: A
         weight: (out_features, in_features).
         bias: (out_features,), or None.
         activation: What follows.
+        joined: Whether another tensor is added or multiplied, which oneDNN's kernel does for nothing.
     """
-    if torch.are_deterministic_algorithms_enabled():
-        return ONEDNN
     rows = x.numel() // weight.shape[1]
+    another = rows == 1 or mkldnn.works(mkldnn.MKL, weight.dtype)
+    if torch.are_deterministic_algorithms_enabled() or not another:
+        return ONEDNN
     times = _times(x, weight, bias, rows, activation)
+    if joined:
+        sum_of_two = _time_of_a_sum(rows, weight)
+        times = {way: time + sum_of_two * (way != ONEDNN) for way, time in times.items()}
     ways = [way for way in times if way != PLAIN or rows == 1]  # of more it would take the product for its own
     way = min(ways, key=times.__getitem__, default=PLAIN)
     return way if times[way] < AHEAD * times.get(ONEDNN, 0.0) else ONEDNN
@@ -123,6 +129,14 @@ def _times(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, activation
         )
         _TIMES[size] = dict(zip(ways, times, strict=True))
     return _TIMES[size]
+
+
+def _time_of_a_sum(rows: int, weight: Tensor) -> float:
+    size = rows, len(weight), weight.dtype, torch.get_num_threads()
+    if size not in _SUMS:
+        result = torch.ones(rows, len(weight), dtype=weight.dtype)
+        (_SUMS[size],) = seconds(lambda: result + result)
+    return _SUMS[size]
 
 
 def as_good_by_pixels(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from regraft.core.vocabulary import LINEAR, Call, read
+from regraft.optimize.engines.onednn_fusions import goes_inside
 from regraft.optimize.engines.onednn_single import Env
 from regraft.transformations import _mkldnn as mkldnn
 from regraft.transformations._activations import NONE, Activation, activation_of
@@ -52,7 +53,7 @@ class OwnLayer:
             return None
         x, weight, bias = layer
         rows = x.numel() // weight.shape[1]
-        way = way_in_program(x, weight, bias, _followed_by(call))
+        way = way_in_program(x, weight, bias, *_followed_by(call))
         if way == MKL:
             key = weight.data_ptr(), weight.shape, weight.stride(), rows
             if key not in packs:
@@ -96,7 +97,10 @@ def layer_of(call: Call | None, env: Env, steady: Mapping[Node, Tensor]) -> tupl
     return x, weight.detach(), None if bias is None else bias.detach()
 
 
-def _followed_by(call: Call) -> Activation:
-    """The activation that oneDNN would compute in the same kernel."""
-    users = list(call.node.users)
-    return (activation_of(read(users[0], call.owner)) if len(users) == 1 else None) or NONE
+def _followed_by(call: Call) -> tuple[Activation, bool]:
+    """The activation that oneDNN would compute in the same kernel, and whether it would join another tensor there."""
+    if len(call.node.users) != 1:
+        return NONE, False
+    (user,) = call.node.users
+    activation = activation_of(read(user, call.owner))
+    return activation or NONE, activation is None and goes_inside(user, call.node, call.owner)

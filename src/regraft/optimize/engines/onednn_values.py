@@ -196,9 +196,7 @@ class Values(Images):
             self.own[n] = own
             self.rows.discard(n)
             self._outside.add(n)
-        elif (
-            is_elementwise(n, self.gm) and n.all_input_nodes[0] in self._outside
-        ):  # there is no kernel for it to go into
+        elif is_elementwise(n, self.gm) and n.all_input_nodes[0] in self._outside:  # it has no kernel to go into
             self._outside.add(n)
             self.viewed.add(n)
         elif n not in self.steady and not self.writes:
