@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 @pytest.fixture(autouse=True)
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests of what becomes of a product do not depend on which one is the fastest here."""
-    if request.path.name.startswith(("test_onednn", "test_written")):
+    if request.path.name.startswith(("test_onednn", "test_written", "test_finite")):
         from regraft.optimize.engines import onednn_linear, onednn_pixels
 
         monkeypatch.setattr(onednn_linear, "way_in_program", lambda *_: "onednn")
