@@ -108,12 +108,12 @@ def way_in_program(x: Tensor, weight: Tensor, bias: Tensor | None, activation: A
     if torch.are_deterministic_algorithms_enabled() or not another:
         return ONEDNN
     times = _times(x, weight, bias, rows, activation)
-    if joined:
-        sum_of_two = _time_of_a_sum(rows, weight)
-        times = {way: time + sum_of_two * (way != ONEDNN) for way, time in times.items()}
-    ways = [way for way in times if way != PLAIN or rows == 1]  # of more it would take the product for its own
-    way = min(ways, key=times.__getitem__, default=PLAIN)
-    return way if times[way] < AHEAD * times.get(ONEDNN, 0.0) else ONEDNN
+    others = [way for way in times if way != ONEDNN and (way != PLAIN or rows == 1)]  # of more rows it would fuse that
+    way = min(others, key=times.__getitem__, default=ONEDNN)
+    if way == ONEDNN or ONEDNN not in times:
+        return ONEDNN
+    after = _time_of_a_sum(rows, weight) if joined else 0.0
+    return way if times[way] + after < AHEAD * times[ONEDNN] else ONEDNN
 
 
 def _times(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, activation: Activation) -> dict[str, float]:
