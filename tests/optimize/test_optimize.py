@@ -656,6 +656,16 @@ def test_presets_name_what_there_is() -> None:
     assert resolve([]) == ()
 
 
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_convolutions_are_merged_where_that_is_asked_for(preset: str) -> None:
+    def names(wanted: object) -> list[str]:
+        return [type(t).__name__ for t in resolve(wanted)]
+
+    assert "MergeLinears" in names(preset)
+    assert "MergeConvs" not in names(preset)
+    assert names([preset, rg.MergeConvs()]) == [*names(preset), "MergeConvs"]
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

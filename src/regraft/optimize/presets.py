@@ -15,7 +15,7 @@ from regraft.transformations import TRANSFORMATIONS
 _SIMPLIFY = ("RemoveDeadWork", "FoldBatchNorm", "SumConvs", "FusePad", "ReplaceEinsum", "ReplaceMatmul")
 _FUSE = ("FuseAttention", "FuseNorm", "FuseGelu", "HoistActivation", "FoldScale", "ChangeTrueDivToMulByInverse")
 _TIDY = ("RemoveDeadWork", "RemoveUnreadRows")  # what was there for a norm that is folded; queries, before they merge
-_MERGE = ("MergeLinears", "MergeConvs")
+_MERGE = ("MergeLinears",)  # no convolutions: to read some channels of many takes longer than to read an image again
 PACKING = ("PrepackForCpu",)
 
 LARGE = 2 << 30
