@@ -127,6 +127,75 @@ def test_of_a_single_image_of_halves_it_is_a_batch_norm() -> None:
     assert "aten::instance_norm" not in found
 
 
+RECTIFIED: dict[str, Callable[[Tensor], Tensor]] = {
+    "a layer": nn.ReLU(),
+    "a layer that writes": nn.ReLU(inplace=True),
+    "a function": F.relu,
+    "a method": lambda x: x.relu(),
+    "a function that writes": torch.relu_,
+}
+
+
+class Rectified(nn.Module):
+    """A batch norm and a ReLU before a convolution, as in a DenseNet."""
+
+    def __init__(self, relu: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.norm, self.relu, self.conv = randomised(nn.BatchNorm2d(6)), relu, randomised(nn.Conv2d(6, 4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(self.relu(self.norm(x - 1)))
+
+
+@pytest.mark.parametrize("name", RECTIFIED)
+def test_the_relu_of_a_batch_norm_takes_its_memory(name: str) -> None:
+    model, x = Rectified(RECTIFIED[name]), torch.randn(2, 6, 9, 7)
+    assert {"aten::addcmul", "aten::clamp_min_"} <= calls(model, x)
+    run, given = built(model, x), 3 * torch.randn_like(x)
+    given[1, 2, 3, 4] = torch.nan
+    before, expected = given.clone(), model(given)
+    for _ in range(4):  # of which the last are those of the compiled program
+        (found,) = run([given])
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert found.isnan().any()
+    assert torch.equal(given.nan_to_num(), before.nan_to_num())
+
+
+class ReadTwice(Rectified):
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x - 1)
+        return self.conv(F.relu(normed)) + normed[:, :4, 1:-1, 1:-1]
+
+
+class ByItsBatch(Rectified):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(F.relu(F.batch_norm(x - 1, None, None, self.norm.weight, training=True)))
+
+
+class OfImages(Rectified):
+    def __init__(self, relu: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(relu)
+        self.norm = randomised(nn.InstanceNorm2d(6, track_running_stats=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        (ReadTwice, torch.float32),
+        (ByItsBatch, torch.float32),
+        (OfImages, torch.float32),
+        (Rectified, torch.bfloat16),
+    ],
+)
+def test_another_relu_is_written_into_nothing(kind: type[Rectified], dtype: torch.dtype) -> None:
+    model, x = kind(F.relu).to(dtype), torch.randn(2, 6, 9, 7).to(dtype)
+    assert "aten::clamp_min_" not in calls(model, x)
+    (found,) = built(model, x)([-x])
+    expected = exact(model, -x)
+    error, own = ((given.double() - expected).abs().max() for given in (found, model(-x)))
+    assert error <= 2 * own + torch.finfo(dtype).eps
+
+
 LAYER_NORMS: dict[str, nn.Module] = {
     "with weights": randomised(nn.LayerNorm(6, eps=0.01)),
     "with a weight": randomised(nn.LayerNorm(6, bias=False)),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx.node import map_arg
 from torch.nn import functional as F
 
-from regraft.core.vocabulary import BATCH_NORM, INSTANCE_NORM, LAYER_NORM, RMS_NORM, Call, Operation
+from regraft.core.vocabulary import BATCH_NORM, INSTANCE_NORM, LAYER_NORM, RMS_NORM, Call, Operation, read
 from regraft.optimize.engines.onednn_layouts import anew
 from regraft.optimize.engines.onednn_single import TYPES, Env, Spelling, from_env
 
@@ -59,6 +59,24 @@ def _norm(call: Call, env: Env) -> Spelling | None:
         return F.batch_norm(env[given], mean, variance, weight, bias, eps=call["eps"])
 
     return compute
+
+
+def rectified(call: Call, env: Env) -> Spelling | None:
+    """The ReLU of a batch norm that torch computes, written into the norm's memory, which nobody else reads.
+
+    TorchScript would make a ReLU in memory of its own of `relu_`, but leaves this function as it is.
+
+    Args:
+        call: The ReLU.
+        env: The values of the nodes.
+    """
+    given = call.input
+    norm = read(given, call.owner)
+    if norm is None or norm.operation is not BATCH_NORM or len(given.users) != 1:
+        return None
+    if norm["training"] or norm["running_mean"] is None or env[given].dtype is not torch.float32:
+        return None
+    return lambda env: torch.clamp_min_(env[given], 0)
 
 
 def _by_torch(call: Call) -> Spelling:
