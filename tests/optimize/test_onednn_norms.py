@@ -172,7 +172,9 @@ class ByItsBatch(Rectified):
         return self.conv(F.relu(F.batch_norm(x - 1, None, None, self.norm.weight, training=True)))
 
 
-class OfImages(Rectified):
+class ByEachImage(Rectified):
+    """With an instance norm, which looks much like a batch norm."""
+
     def __init__(self, relu: Callable[[Tensor], Tensor]) -> None:
         super().__init__(relu)
         self.norm = randomised(nn.InstanceNorm2d(6, track_running_stats=True))
@@ -183,7 +185,7 @@ class OfImages(Rectified):
     [
         (ReadTwice, torch.float32),
         (ByItsBatch, torch.float32),
-        (OfImages, torch.float32),
+        (ByEachImage, torch.float32),
         (Rectified, torch.bfloat16),
     ],
 )

@@ -36,8 +36,8 @@ class MergeConvs(Rewrite):
     inception block, the heads of a detector. Any number of convolutions with one group; a missing bias becomes zeros.
     One that fits no other stays as it is, with the reason, and the rest are merged.
 
-    No preset has it: what reads a part of the channels, or is added to one in place, loses more than is gained. It pays
-    on packed layers, where no program of oneDNN Graph runs.
+    No preset has it. To read some channels of many, or to add a residual to them, takes longer than to read the input
+    twice; only packed layers gain, which run where no program of oneDNN Graph does.
 
     Example:
         >>> import torch, regraft as rg

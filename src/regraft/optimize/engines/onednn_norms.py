@@ -62,9 +62,9 @@ def _norm(call: Call, env: Env) -> Spelling | None:
 
 
 def rectified(call: Call, env: Env) -> Spelling | None:
-    """The ReLU of a batch norm that torch computes, written into the norm's memory, which nobody else reads.
+    """The ReLU of a batch norm that torch computes, written into the norm's memory; None where others read that.
 
-    TorchScript would make a ReLU in memory of its own of `relu_`, but leaves this function as it is.
+    `relu_` would not do: TorchScript gives its result memory of its own again, but leaves this function as it is.
 
     Args:
         call: The ReLU.
