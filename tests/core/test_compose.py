@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import pickle
 
 import pytest
@@ -119,6 +120,44 @@ def test_lints_and_recompiles_once(monkeypatch):
     assert len(calls) == 1
     rg.compose(*ALL)(gm, lint_and_recompile=False)
     assert len(calls) == 1
+
+
+class Twice(rg.Transformation):
+    """Has no reverse."""
+
+    preserves_computation = False
+
+    def transform(self, graph_module):
+        for node in graph_module.graph.nodes:
+            if node.target == operator.mul:
+                node.args = (node.args[0], node.args[1] * 2)
+        return graph_module
+
+
+class Times(nn.Module):
+    def forward(self, x):
+        return x * 2
+
+
+@pytest.mark.parametrize("parts", [(Twice(),), (rg.MergeLinears(), Twice()), (rg.compose(Twice()), rg.MergeLinears())])
+def test_what_has_no_reverse_is_not_applied_again(parts):
+    gm = rg.symbolic_trace(Times())
+    t = rg.compose(*parts)
+    assert not isinstance(t, rg.ReversibleTransformation)
+    t(gm)
+    before = picture(gm)
+    with pytest.raises(TypeError, match=r"cannot be reversed, for Twice has no reverse: .* regraft\.undo\(gm\)"):
+        t(gm, reverse=True)
+    assert_same(before, picture(gm))
+    assert gm(torch.tensor(1.0)) == 4
+
+
+@pytest.mark.parametrize("parts", [(), (Twice(),), (rg.MergeLinears(),)])
+def test_an_option_that_there_is_not_is_refused(parts):
+    gm = rg.symbolic_trace(Times())
+    with pytest.raises(TypeError, match="unexpected keyword argument 'revers'"):
+        rg.compose(*parts)(gm, revers=True)
+    assert not rg.history(gm)
 
 
 def test_wrong_arguments():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
-from typing import Any
 
 from torch.fx import GraphModule, Node
 
@@ -35,9 +34,30 @@ class _Composition(Transformation):
             graph_module = part(graph_module, lint_and_recompile=False)
         return graph_module
 
-    def __call__(self, graph_module: GraphModule, lint_and_recompile: bool = True, **options: Any) -> GraphModule:
-        """Apply all parts, or none where one of them fails. `strict` and `consume` go to the parts that know them."""
-        return self._apply_parts(graph_module, lint_and_recompile, options)
+    def __call__(
+        self,
+        graph_module: GraphModule,
+        lint_and_recompile: bool = True,
+        reverse: bool = False,
+        *,
+        strict: bool = False,
+        consume: bool = False,
+    ) -> GraphModule:
+        """Apply all parts in order, or none where one of them fails; or take them all back, last first.
+
+        Args:
+            graph_module: The graph module.
+            lint_and_recompile: As in `Transformation`.
+            reverse: Take all parts back.
+            strict: As in `Rewrite`, for the parts that are one.
+            consume: The same.
+
+        Raises:
+            TypeError: with `reverse`, if a part has no way back.
+        """
+        if reverse:
+            return self._take_back(graph_module, lint_and_recompile)
+        return self._apply_parts(graph_module, lint_and_recompile, {"strict": strict, "consume": consume})
 
     def get_transformed_nodes(self, graph_module: GraphModule) -> list[Node]:
         """The nodes marked by any of the parts, in order."""
@@ -62,7 +82,13 @@ class _Composition(Transformation):
         for part in self.transformations:
             part.rehearse(trial)
 
-    def _apply_parts(self, graph_module: GraphModule, compile_code: bool, options: dict[str, Any]) -> GraphModule:
+    def _take_back(self, graph_module: GraphModule, compile_code: bool) -> GraphModule:
+        raise TypeError(
+            f"this composition cannot be reversed, for {', '.join(_one_way(self))} has no reverse: make it a "
+            "ReversibleTransformation or a Rewrite, or take back all that was done to the graph by regraft.undo(gm)"
+        )
+
+    def _apply_parts(self, graph_module: GraphModule, compile_code: bool, options: dict[str, bool]) -> GraphModule:
         original = expect_graph_module(graph_module, self)
         gm = original if self.inplace else copy.copy(original)
         before, result = Snapshot(gm), gm
@@ -90,15 +116,10 @@ class _ReversibleComposition(_Composition, ReversibleTransformation):
         """Take the parts back, last first."""
         return self(graph_module, lint_and_recompile=False, reverse=True)
 
-    def __call__(
-        self, graph_module: GraphModule, lint_and_recompile: bool = True, reverse: bool = False, **options: Any
-    ) -> GraphModule:
-        """Apply all parts in order, or take them all back, last first."""
-        if not reverse:
-            return super().__call__(graph_module, lint_and_recompile, **options)
+    def _take_back(self, graph_module: GraphModule, compile_code: bool) -> GraphModule:
         original = expect_graph_module(graph_module, self)
         gm = original if self.inplace else copy.copy(original)
-        undo_steps(gm, self.steps_to_reverse(gm), lint_and_recompile)
+        undo_steps(gm, self.steps_to_reverse(gm), compile_code)
         return gm
 
     def steps_to_reverse(self, gm: GraphModule) -> list[Step]:
@@ -134,3 +155,10 @@ def compose(*args: Transformation, inplace: bool = True) -> Transformation:
             raise TypeError(f"compose takes transformations, and got {part!r}{hint}")
     kind = _ReversibleComposition if all(isinstance(part, ReversibleTransformation) for part in args) else _Composition
     return kind(args, inplace)
+
+
+def _one_way(transformation: Transformation) -> list[str]:
+    """The parts that cannot be taken back, by name, in order."""
+    if isinstance(transformation, _Composition):
+        return [name for part in transformation.transformations for name in _one_way(part)]
+    return [] if isinstance(transformation, ReversibleTransformation) else [type(transformation).__name__]
