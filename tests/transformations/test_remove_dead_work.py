@@ -65,6 +65,30 @@ def test_what_changes_nothing_goes(name: str) -> None:
     assert torch.equal(gm(*X), model(*X))
 
 
+@pytest.mark.parametrize(
+    ("squeeze", "removed"),
+    [
+        (lambda x: x.squeeze(0), False),
+        (lambda x: x.squeeze(-2), False),
+        (lambda x: x.squeeze((0, 1)), False),
+        (lambda x: torch.squeeze(x, dim=0), False),
+        (lambda x: x.squeeze(), False),
+        (lambda x: x.squeeze(1), True),
+        (lambda x: x.squeeze((-1,)), True),
+    ],
+)
+def test_a_size_that_may_be_one_is_squeezed(squeeze: Callable[[Any], Any], removed: bool) -> None:
+    """The symbol of a batch stands for a single row, too."""
+    model, x = Wrap(lambda m, x: squeeze(m.l(x)) * 2, l=nn.Linear(4, 5)).eval(), torch.randn(3, 4)
+    gm = rg.trace(model, (x,), dynamic_shapes="auto")
+    rg.RemoveDeadWork()(gm)
+    assert bool(rg.history(gm)[-1].applied) == removed
+    for rows in (1, 2, 3):
+        x = torch.randn(rows, 4)
+        assert model(x).shape == gm(x).shape
+        assert torch.equal(model(x), gm(x))
+
+
 @pytest.mark.parametrize("name", ["permute", "transpose"])
 def test_without_shapes_too(name: str) -> None:
     if name == "transpose":

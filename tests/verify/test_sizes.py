@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 
+import regraft as rg
 from regraft.core.errors import NotCovered
 from regraft.verify import verify
 from regraft.verify.sizes import Axis, Dynamic, other_sizes
@@ -146,6 +147,44 @@ def test_sizes_that_the_graph_itself_refuses_are_left_out_and_said(call: tuple[A
     assert "holds only where" in str(result)
     other = {name: tensor[:1] for name, tensor in call[1].items()}
     assert not verify(model, gm, *call, extra_inputs=[(call[0], other)]).ok  # but not where it was asked for
+
+
+class Narrowing(nn.Module):
+    """Its images must have four rows or more, of which a program of torch.export makes a guard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x).relu().mean((2, 3))
+
+
+@pytest.mark.parametrize("kind", ["program", "module"])
+def test_sizes_that_a_program_guards_against_are_left_out_and_said(kind: str) -> None:
+    model, x = Narrowing().eval(), torch.randn(2, 2, 8, 9)
+    program = torch.export.export(model, (x,), dynamic_shapes=((Dim.AUTO, Dim.STATIC, Dim.AUTO, Dim.AUTO),))
+    candidate = program if kind == "program" else program.module()
+    result = verify(model, candidate, (x,))
+    assert result.ok, result
+    assert any("the captured graph refuses these sizes" in str(case.skipped) for case in result.cases), result
+    # what was given is not left out
+    refused = verify(model, candidate, (x,), extra_inputs=[(torch.randn(2, 2, 3, 3),)])
+    assert not refused.ok
+    assert "Guard failed" in str(refused)
+
+
+def test_a_size_of_one_is_tried_where_the_graph_takes_it() -> None:
+    model, x = nn.Linear(4, 3).eval(), torch.randn(5, 4)
+    gm = rg.trace(model, (x,), dynamic_shapes="auto")
+    assert gm.graph.find_nodes(op="placeholder")[0].meta["val"].shape[0].node.expr.is_Symbol
+
+    def mistaken(x: torch.Tensor) -> torch.Tensor:
+        return gm(x).squeeze(0)
+
+    mistaken.graph = gm.graph  # type: ignore[attr-defined]
+    result = verify(model, mistaken, (x,))
+    assert [case.label for case in result.cases if not case.ok] == ["args[0] 1x4"], result
 
 
 def test_static_graphs_are_tried_at_their_size_only(call: tuple[Any, Any]) -> None:

@@ -115,3 +115,9 @@ def own_class(module: torch.fx.GraphModule) -> type | None:
     """The class that fx made for this one instance, or None where there is none."""
     cls = type(module)
     return cls if cls.__qualname__.rsplit(".", 1)[-1] == "GraphModuleImpl" else None
+
+
+def is_export_guard(error: Exception | None, model: Any) -> bool:
+    """Whether an exception is that of a program of `torch.export` that is called with sizes that it does not take."""
+    guarded = isinstance(error, AssertionError) and isinstance(model, torch.fx.GraphModule)
+    return guarded and hasattr(model, "_guards_fn") and str(error).startswith("Guard failed: ")

@@ -134,7 +134,7 @@ def unchanged_value(node: Node, owner: GraphModule) -> Node | None:
     if name == "clone":
         return source if not node.kwargs and len(node.args) == 1 else None
     if name in _VIEWS:
-        return source
+        return source if name != "squeeze" or _squeezes_nothing(node, before) else None
     return source if node.target is operator.getitem and _only_slices(node.args[1]) else None
 
 
@@ -185,6 +185,13 @@ def _permutes_nothing(node: Node, name: str) -> bool:
         return False
     axes = [axis % rank if rank and isinstance(axis, int) else axis for axis in given]
     return axes == list(range(len(axes))) if name == "permute" else len(axes) == 2 and axes[0] == axes[1]
+
+
+def _squeezes_nothing(node: Node, before: Tensor) -> bool:
+    """Whether none of the axes can be one element long: a size that is a symbol stands for one, too."""
+    given: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", range(before.ndim))
+    axes = [given] if isinstance(given, int) else given
+    return all(type(before.shape[axis]) is int and before.shape[axis] != 1 for axis in axes)
 
 
 def _needs_layout(node: Node, source: Node, owner: GraphModule) -> bool:

@@ -89,8 +89,10 @@ def _range(size: torch.SymInt, symbol: Any) -> tuple[int, int]:
         bounds = size.node.shape_env.var_to_range[symbol]
         lower, upper = bounds.lower, bounds.upper
     except (AttributeError, KeyError):
-        return 2, _UNBOUNDED
-    return (int(lower) if lower.is_Integer else 2), (int(upper) if upper.is_Integer else _UNBOUNDED)
+        return 1, _UNBOUNDED
+    # torch takes a size to be two or more where nobody says so; of one, the graph itself tells whether it takes it
+    least = int(lower) if lower.is_Integer and lower != 2 else 1
+    return least, (int(upper) if upper.is_Integer else _UNBOUNDED)
 
 
 def _argument_names(model: Callable[..., Any], inputs: Inputs) -> dict[str, str]:

@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from regraft.core.errors import NotCovered
+from regraft.core.fx_private import is_export_guard
 from regraft.verify.call import check_call, checked_extra, described
 from regraft.verify.compare import HALF, Measured, Rule
 from regraft.verify.contrast import Numbers, contrast, leaf_from
@@ -173,7 +174,7 @@ class _Check:
         if truth.lacking is not None:
             self.notes.append(f"compared with the reference alone, within a fixed bound: {truth.lacking}")
         made = run(self.candidate, inputs, seed=self.seed, beside=self.oracle.reference)
-        if isinstance(made.error, NotCovered) and not given:
+        if not given and (isinstance(made.error, NotCovered) or is_export_guard(made.error, self.candidate)):
             return Case(label, skipped=f"the captured graph refuses these sizes ({made.error})")
         if made.error is not None:
             return Case(label, problems=(f"the candidate raised {_name(made.error)}",))
