@@ -177,8 +177,29 @@ class Adjusted(Heads):
         return q * self.gain + offset + self.shift, k * self.sharpness + self.bounds[0] * 3 + self.bounds[1]
 
 
+def stepped(
+    optimizer: type[torch.optim.Optimizer], compiled: bool = False, **options: Any
+) -> Callable[[nn.Module], object]:
+    """A training of the weight of `k`; torch does not count what a fused step writes."""
+
+    def train(model: nn.Module) -> None:
+        weight = model.k.weight
+        weight.grad = torch.ones_like(weight)
+        steps = optimizer([weight], lr=0.5, **options)
+        step = torch.compile(steps.step, backend="eager") if compiled else steps.step
+        step()
+        weight.grad = None
+        step()
+
+    return train
+
+
 CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "a weight written to": lambda m: m.q.weight.mul_(2),
+    "a step": stepped(torch.optim.SGD),
+    "a compiled step": stepped(torch.optim.SGD, compiled=True),
+    "a fused step": stepped(torch.optim.SGD, fused=True),
+    "a fused step of another kind": stepped(torch.optim.AdamW, fused=True),
     "a weight replaced": lambda m: setattr(m.k, "weight", nn.Parameter(torch.ones(4, 8))),
     "a weight's memory replaced": lambda m: setattr(m.k.weight, "data", torch.ones(4, 8)),
     "a buffer's memory taken for another type": lambda m: setattr(m.shift, "data", m.shift.data.view(torch.int32)),
@@ -231,6 +252,25 @@ def test_an_attribute_may_change_where_no_graph_asks_for_it(both: bool) -> None:
     assert (grafts.check(model) is None) == both
     model.bounds = (1.0, 2.0)
     assert grafts.check(model) == "an attribute of it was set"
+
+
+def test_what_is_learnt_is_seen_again_and_again(pair) -> None:
+    model, dropin = pair
+    watching = grafts_of(dropin).watch(dropin)
+    assert watching.untouched
+    stepped(torch.optim.SGD, fused=True)(dropin)
+    stepped(torch.optim.SGD, fused=True)(model)
+    assert not watching.untouched
+    assert not watching.untouched
+    check(model, dropin, False, image())
+
+
+def test_the_steps_of_others_and_of_no_gradient_leave_the_graph(pair) -> None:
+    model, dropin = pair
+    check(model, dropin, True, image())
+    stepped(torch.optim.SGD, fused=True)(heads())
+    torch.optim.SGD(dropin.parameters(), fused=True).step()
+    check(model, dropin, True, image())
 
 
 def test_attributes_that_are_what_they_were_leave_the_graph(pair, tables) -> None:

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from regraft.capture.own_state import Attribute
 from regraft.capture.torch_private import dict_version, made_by_hooks, storage_of
 from regraft.capture.transformers_adapter import is_collector
+from regraft.core.stepped import Steps
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")  # where gradients are recorded no graph runs
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -90,6 +91,7 @@ class Watch:
         movable: bool = False,
     ) -> None:
         self._movable = movable
+        self._optimizers = Steps.counted()
         modules = list(model.modules())
         tables: list[Any] = [table for m in modules for table in (m._parameters, m._buffers, m._modules) if table]
         contents = chain.from_iterable(map(dict.values, tables))
@@ -110,7 +112,7 @@ class Watch:
             "tables": {(id(table), *map(id, table.values())): (table, list(table.values())) for table in tables},
             "attributes": {id(m): (m, names[id(m)], attributes[id(m)]) for m in modules},
             "hooks": {(id(each), _foreign(each)): each for each in hooks if isinstance(each, dict)},
-            "parameters": {id(t): t for t in tensors if isinstance(t, nn.Parameter)},
+            "parameters": {(id(t), self._optimizers.of(t)): t for t in tensors if isinstance(t, nn.Parameter)},
             "dtypes": {(id(t), t.dtype): t for t in tensors},
             "versions": {(id(t), t._version): t for t in read},
             "pointers": {(id(t), t.data_ptr(), storage_of(t)): t for t in plain},
@@ -144,6 +146,7 @@ class Watch:
         self.memory = memory
         self._states = list(memory["states"].values())
         self._parameters = list(memory["parameters"].values())
+        self._steps, self._steps_taken = [steps for _, steps in memory["parameters"]], -1
         self._tables = [table for table, _ in memory["tables"].values()]
         self._contents = [value for _, values in memory["tables"].values() for value in values]
         self._dicts = [*self._states, *self._tables]
@@ -185,11 +188,21 @@ class Watch:
             if not self._movable:
                 return "weights of it were moved to memory of several processes, as frozen=True allows,"
             self._pointers = pointers
-        if list(map(_version, self._read)) != self._versions:
+        if list(map(_version, self._read)) != self._versions or self._were_stepped():
             return "weights of it were written to"
         if not all(map(is_, map(_dtype, self._tensors), self._dtypes)):
             return "weights of it were given another type"
         return None
+
+    def _were_stepped(self) -> bool:
+        """Whether an optimizer has written a weight, of which its version need not tell."""
+        taken = self._optimizers.taken
+        if taken == self._steps_taken:
+            return False
+        if list(map(self._optimizers.of, self._parameters)) != self._steps:
+            return True
+        self._steps_taken = taken
+        return False
 
     def _written(self, versions: list[Any]) -> str | None:
         """What has changed in modules of which something was set or removed."""

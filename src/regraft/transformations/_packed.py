@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from regraft.core.clone import clone_module
 from regraft.core.padding import padded_ends
+from regraft.core.stepped import Steps
 from regraft.transformations import _mkldnn as mkldnn
 from regraft.transformations._activations import NONE, Activation
 
@@ -32,8 +33,7 @@ class _Copies:
     """The packed copies of a weight, and what it was when they were made."""
 
     weight: Tensor | None = None
-    version: int = 0
-    address: int = 0
+    state: tuple[int, int, int] | None = None  # how often it was written, as torch and optimizers count; its address
     rows: int = 0  # of the last input
     packs: dict[Any, Any] = field(default_factory=dict)
 
@@ -77,9 +77,9 @@ class Packed(nn.Module):
 
     def _fresh(self, weight: Tensor) -> dict[Any, Any]:
         """The packed copies of this weight as it is now."""
-        copies = self._copies
-        if copies.weight is not weight or copies.version != weight._version or copies.address != weight.data_ptr():
-            copies = self._copies = _Copies(weight, weight._version, weight.data_ptr())
+        copies, state = self._copies, (weight._version, Steps.counted().of(weight), weight.data_ptr())
+        if copies.weight is not weight or copies.state != state:
+            copies = self._copies = _Copies(weight, state)
         return copies.packs
 
 
