@@ -22,6 +22,8 @@ ALIASES: dict[str, tuple[Callable[[Tensor, Tensor], Any], bool]] = {
     "view": (lambda x, y: x.view(-1), True),
     "cast that may do nothing": (lambda x, y: x.to(y.dtype), True),
     "in place": (lambda x, y: x.add_(y), True),
+    "einsum of one operand, which may be a view": (lambda x, y: torch.einsum("ij->ji", x), True),
+    "einsum of two operands": (lambda x, y: torch.einsum("ij,jk->ik", x, y), False),
 }
 
 
@@ -31,6 +33,19 @@ def test_may_alias(name: str) -> None:
     gm = symbolic_trace(function)
     (*_, node) = (node for node in gm.graph.nodes if node.op != "output")
     assert may_alias(node, gm) is expected
+
+
+@pytest.mark.parametrize(
+    "equation", ["ij,jk->ik", "ij,ij->ij", "ij,ij->ji", "ij,->ij", "ij,kl->ijkl", "ij,i->i", "ii,ij->ji"]
+)
+def test_a_product_is_in_memory_of_its_own(equation: str) -> None:
+    """What is held of einsum, and stands in no schema."""
+    ranks = [len(axes) for axes in equation.split("->")[0].split(",")]
+    for size in (1, 3):
+        operands = [torch.randn([size] * rank) for rank in ranks]
+        before = [each.clone() for each in operands]
+        torch.einsum(equation, *operands).mul_(2).add_(1)
+        assert all(map(torch.equal, operands, before))
 
 
 class Table(nn.Module):

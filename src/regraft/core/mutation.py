@@ -126,7 +126,8 @@ def may_alias(node: Node, owner: GraphModule) -> bool:
     if node.op == "call_module":
         module = attribute(owner, str(node.target))
         return isinstance(module, _ALIASING_MODULES) or "Dropout" in type(module).__name__ or _module_writes(module)
-    if node.target in _FRESH_OPERATORS or node.target in _NORMS:
+    product = node.target is torch.einsum and len(node.all_input_nodes) > 1  # in memory of its own
+    if product or node.target in _FRESH_OPERATORS or node.target in _NORMS:
         return False
     if isinstance(node.target, torch._ops.OpOverload):
         return _returns_alias(node.target)

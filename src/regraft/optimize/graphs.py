@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from regraft.capture import caches, filling
@@ -130,7 +131,8 @@ class Graph:
     def _run_as_first(self, program: Callable[..., Any], inputs: Inputs) -> object:
         args, kwargs = inputs_in_precision(inputs, None) if self.writes_inputs else inputs
         for buffer, value in self._before:
-            buffer.copy_(value)
+            if not torch.equal(buffer, value):  # it may be a weight of the caller's, which is only taken for written
+                buffer.copy_(value)
         return program(*args, **kwargs)
 
     def answers_alike(self) -> bool:
