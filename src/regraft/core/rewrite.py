@@ -7,18 +7,19 @@ import logging
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import ClassVar, final
 
 from torch.fx import GraphModule, Node
 
 from regraft.core.edit import Edit
-from regraft.core.errors import NothingApplied, Refused
+from regraft.core.errors import NothingApplied, Refused, RegraftError
 from regraft.core.history import lint_and_recompile, log_step, undo_steps
 from regraft.core.journal import Journal, Refusal, SiteRecord, Step
 from regraft.core.pattern import Match, Pattern
 from regraft.core.query import Facts
 from regraft.core.reversal import Reversal
-from regraft.core.snapshot import Codes
+from regraft.core.snapshot import Codes, Snapshot
 from regraft.core.states import Changes
 from regraft.core.transformation import ReversibleTransformation, add_step, expect_graph_module
 
@@ -65,6 +66,8 @@ class Rewrite(ReversibleTransformation):
     @abstractmethod
     def rewrite(self, match: Match, edit: Edit, facts: Facts) -> str:
         """Rewrite one site: look up, `require`, then edit. Returns what was done, in a few words.
+
+        Whatever is changed goes through `edit`; what is changed past it is put back, and the application fails.
 
         Raises:
             Refused: by way of `require`; the site then stays as it was.
@@ -134,12 +137,17 @@ class Rewrite(ReversibleTransformation):
         journal = Journal.of(gm)
         journal.settle(gm)
         steps, codes = list(journal.steps), Codes(gm)
+        # regraft's own keep to `edit`, as their tests see to; a user's may not, and is looked at from outside
+        before = None if type(self).__module__.startswith("regraft.") else Snapshot(gm)
         applied: list[SiteRecord] = []
         refused: list[Refusal] = []
         if consume:
             gc.collect()  # tracing leaves the model in a reference cycle, which would keep what is let go here
         try:
-            self._visit(Facts(gm), journal, applied, refused, dry, consume)
+            with before.guard() if before is not None else nullcontext():
+                self._visit(Facts(gm), journal, applied, refused, dry, consume)
+            if before is not None:
+                self._expect_edits(before, Changes.net(site.changes for site in applied))
             if strict and not applied:
                 reasons = "; ".join(f"{r.where}: {r.reason}" for r in refused) or "no candidate was found"
                 raise NothingApplied(f"{type(self).__name__} rewrote nothing: {reasons}")
@@ -147,10 +155,29 @@ class Rewrite(ReversibleTransformation):
                 lint_and_recompile(gm)
             return add_step(self, gm, applied, refused, time.perf_counter() - start)
         except BaseException:
+            if before is not None:
+                before.restore()
+                raise
             journal.steps[:] = steps
             Reversal(gm, Changes.net(site.changes for site in applied), journal.orders, None).apply()
             codes.restore()
             raise
+
+    def _expect_edits(self, before: Snapshot, known: Changes) -> None:
+        """Refuse what was changed past `edit`: the history would not know it, and undo would leave it."""
+        written = [".".join(filter(None, key)) for key in before.written()]
+        if written:
+            raise RegraftError(
+                f"{type(self).__name__}.rewrite wrote to {written[0]!r} in place, a weight that others may share; put "
+                "a new one there: edit.put_module(name, like, {'weight': (derivation, [call.weight('weight')])})"
+            )
+        strange = before.changes().unknown_to(known)
+        if strange:
+            raise RegraftError(
+                f"{type(self).__name__}.rewrite changed {min(name for _, name in strange)!r} by itself, which nobody "
+                "could take back; every change goes through `edit`: edit.replace(node, torch.relu, x), "
+                "edit.redirect(node, other), edit.erase(node)"
+            )
 
     def _visit(
         self,

@@ -115,6 +115,10 @@ class Slot:
         return other is not None and self.kind == other.kind and (self.kind == "_buffers" or self.value is other.value)
 
 
+def _alike(state: NodeState | None, other: NodeState | None) -> bool:
+    return state is other or (state is not None and other is not None and state.same(other))
+
+
 @dataclass
 class Changes:
     """Before and after, of nodes by (graph path, name) and of slots by (module path, name)."""
@@ -131,6 +135,15 @@ class Changes:
     def keys(self) -> set[Key]:
         """Everything that was touched."""
         return {*self.nodes, *self.slots}
+
+    def unknown_to(self, others: Changes) -> set[Key]:
+        """What is changed here and not there, or was something else there before."""
+        nodes = {
+            key
+            for key, (before, _) in self.nodes.items()
+            if key not in others.nodes or not _alike(before, others.nodes[key][0])
+        }
+        return nodes | (self.slots.keys() - others.slots.keys())
 
     def inverse(self) -> Changes:
         """The change that takes this one back."""
