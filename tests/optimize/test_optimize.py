@@ -482,6 +482,27 @@ def test_slower_in_the_whole_is_not_kept_either(monkeypatch) -> None:
         assert (result.model is model) == kept, "what was shown to pay runs unless the whole is likely no faster"
 
 
+class Doubled(rg.Transformation):
+    """Writes to a weight that is the caller's model's."""
+
+    preserves_computation = True
+
+    def transform(self, graph_module):
+        with torch.no_grad():
+            next(iter(graph_module.parameters())).mul_(2)
+        return graph_module
+
+
+@pytest.mark.parametrize("keep", ["all", "measured"])
+def test_weights_of_the_model_are_not_written(keep: str) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.randn(3, 4)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for chosen in (Doubled(), rg.compose(Doubled(), rg.MergeLinears())):
+        with pytest.raises(rg.RegraftError, match=r"writes to '0\.weight' in place, .* was taken back: let it put new"):
+            rg.optimize(model, (x,), transformations=[chosen], keep=keep, seconds=0.01)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 class ChangeMulToAdd(rg.Transformation):
     """Wrong on purpose."""
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import regraft as rg
 from regraft.core.errors import VerificationError
 from regraft.verify import oracle as oracle_module
 from regraft.verify import verify
@@ -642,3 +643,22 @@ def test_the_float64_copy_has_every_module_in_its_mode() -> None:
     assert [module.training for module in in_precision(model, torch.float64).modules()] == [False, False, False, True]
     model.eval()
     assert verify(model, copy.deepcopy(model[0]), (torch.randn(3, 4),)).ok
+
+
+class Doubled(rg.Transformation):
+    def transform(self, graph_module):
+        with torch.no_grad():
+            graph_module.get_submodule("0").weight.mul_(2)
+        return graph_module
+
+
+def test_a_reference_whose_weights_were_written_with_the_candidates_is_none() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.randn(3, 4)
+    kept = copy.deepcopy(model)
+    gm = rg.MergeLinears()(Doubled()(rg.trace(model, (x,))))
+    for check in (verify, rg.bisect):
+        with pytest.raises(ValueError, match=r"Doubled wrote to '0\.weight' in place, .* reference = copy\.deepcopy"):
+            check(model, gm, (x,))
+    assert not verify(kept, gm, (x,)).ok
+    rg.undo(gm, "Doubled")
+    assert verify(model, gm, (x,)).ok

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +15,7 @@ from torch.fx import GraphModule
 from regraft.core.history import history, undo
 from regraft.core.journal import Step
 from regraft.core.transformation import Transformation
+from regraft.optimize.applying import applied
 from regraft.optimize.graphs import Graph
 from regraft.optimize.presets import PACKING
 from regraft.optimize.step_result import StepResult, result_of, why_nothing
@@ -79,7 +78,7 @@ class Stepper:
 
     def _measure_packing(self, packing: Transformation) -> None:
         try:
-            packed, records = _applied(packing, copy.copy(self.graph.gm))
+            packed, records = applied(packing, copy.copy(self.graph.gm))
             if not any(step.applied for step in records):
                 return
             found = self._compared(self.graph.gm, packed)
@@ -98,7 +97,7 @@ class Stepper:
             transformation: The transformation.
         """
         before = copy.copy(self.graph.gm) if self._measured and not self._waits(transformation) else None
-        made, records = _applied(transformation, self.graph.gm)
+        made, records = applied(transformation, self.graph.gm)
         result = result_of(self.graph.name, transformation, records)
         self._taken.append(transformation)
         if not result.applied and made is self.graph.gm:
@@ -153,7 +152,7 @@ class Stepper:
 
     def _repacked(self, gm: GraphModule) -> GraphModule:
         assert self._packing is not None
-        return _applied(self._packing.transformation, copy.copy(gm))[0]
+        return applied(self._packing.transformation, copy.copy(gm))[0]
 
     def settle(self) -> None:
         """Judge together, with all other steps there, those that alone made no difference that could be shown.
@@ -217,7 +216,7 @@ class Stepper:
             return self._packing.gm, {others[0]: self._packing.records}  # whose weights are packed already
         gm, records = copy.copy(self._captured), {}
         for index in others:
-            gm, records[index] = _applied(self._taken[index], gm)
+            gm, records[index] = applied(self._taken[index], gm)
         return gm, records
 
     def _compared(self, before: GraphModule, made: GraphModule, **limits: Any) -> Comparison:
@@ -237,7 +236,7 @@ class Stepper:
         """
         if not other.kept:
             return
-        self.graph.gm, records = _applied(transformation, self.graph.gm)
+        self.graph.gm, records = applied(transformation, self.graph.gm)
         result = result_of(self.graph.name, transformation, records)
         reason = f"as in {other.graph}" if result.applied else why_nothing(records)
         self.results.append(replace(result, kept=bool(result.applied), reason=reason))
@@ -254,29 +253,6 @@ class Stepper:
         for step in (step for step in reversed(result.records) if step.id in standing):
             undo(self.graph.gm, step)
         self.results[index] = replace(result, kept=False, reason=reason)
-
-
-def _applied(transformation: Transformation, gm: GraphModule) -> tuple[GraphModule, tuple[Step, ...]]:
-    """What a transformation makes of a graph, and what the history says of it."""
-    known = {step.id for step in history(gm)}
-    with _without_remarks():
-        made = transformation(gm)
-    return made, tuple(step for step in history(made) if step.id not in known)
-
-
-@contextlib.contextmanager
-def _without_remarks() -> Iterator[None]:
-    """Without the warning that a transformation found nothing: of a preset most do not, and the steps say so."""
-    thread = threading.get_ident()
-
-    def remark(record: logging.LogRecord) -> bool:
-        return record.thread != thread or "rewrote nothing" not in record.msg
-
-    logger.addFilter(remark)
-    try:
-        yield
-    finally:
-        logger.removeFilter(remark)
 
 
 def _time_of(call: Callable[[], object]) -> float:

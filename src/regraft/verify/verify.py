@@ -13,6 +13,8 @@ from torch.export import ExportedProgram
 
 from regraft.core.errors import NotCovered
 from regraft.core.fx_private import is_export_guard
+from regraft.core.history import history
+from regraft.core.vocabulary import attribute
 from regraft.verify.call import check_call, checked_extra, described
 from regraft.verify.compare import HALF, Measured, Rule
 from regraft.verify.contrast import Numbers, contrast, leaf_from
@@ -84,6 +86,7 @@ def verify(
 
     Raises:
         TypeError: The call does not fit the reference, or something cannot be compared (sparse, nested, meta).
+        ValueError: A transformation of the candidate wrote to weights in place that the reference has, too.
         Exception: Whatever the reference itself raises on the given inputs.
 
     >>> import torch
@@ -98,6 +101,7 @@ def verify(
     oracle = reference if isinstance(reference, Oracle) else None
     right = _callable(reference, "reference") if oracle is None else oracle.reference
     checked = _callable(candidate, "candidate")
+    _expect_unwritten(right, checked)
     inputs = check_call(right, args, kwargs)
     more = checked_extra(right, extra_inputs)
     check = _Check(oracle or Oracle(right, float64=float64, seed=seed), checked, Rule(factor, rtol, atol))
@@ -122,6 +126,21 @@ def _callable(model: Any, argument: str) -> Callable[..., Any]:
             "callable: verify(reference, candidate, args=(x,), kwargs={'mask': m})"
         )
     return model  # type: ignore[no-any-return]
+
+
+def _expect_unwritten(reference: Callable[..., Any], candidate: Callable[..., Any]) -> None:
+    """What was written into a weight of both has changed both alike, and no comparison would show it."""
+    if not isinstance(reference, nn.Module) or not isinstance(candidate, fx.GraphModule):
+        return
+    own = {id(tensor) for tensor in (*reference.parameters(), *reference.buffers())}
+    for step in history(candidate):
+        for name in (".".join(filter(None, key)) for site in step.applied for key in site.written):
+            if id(attribute(candidate, name)) in own:
+                raise ValueError(
+                    f"{step.transformation} wrote to {name!r} in place, a weight of the reference, too, which is not "
+                    "what it was any more; keep a copy as the reference: reference = copy.deepcopy(model), before the "
+                    "transformation is applied"
+                )
 
 
 def _remarks(reference: Callable[..., Any], candidate: Callable[..., Any]) -> Iterable[str]:
