@@ -353,6 +353,20 @@ class TwoInputs(nn.Module):
         return out if z is None else out + z
 
 
+class Scaled(nn.Module):
+    def forward(self, x, by):
+        return x / torch.tensor(by)
+
+
+def test_a_zero_is_of_one_sign():
+    model, x = Scaled(), torch.ones(3)
+    for captured, other in ((0.0, -0.0), (-0.0, 0.0)):
+        gm = rg.trace(model, (x, captured))
+        assert torch.equal(gm(x, captured), model(x, captured))
+        with pytest.raises(TypeError, match=f"by was {captured} when the graph was captured, .* but {other} was given"):
+            gm(x, other)
+
+
 def test_wrong_shapes_name_argument_axis_and_cure() -> None:
     gm = trace(TwoInputs(), (torch.randn(2, 3), torch.randn(3, 4)))
     with pytest.raises(TypeError, match=r'axis 0 of x has size 5, expected 2: .*dynamic_shapes="auto"'):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -232,7 +233,9 @@ def _check_constant(name: str, captured: Any, given: Any) -> None:
 def _is_constant(captured: Any, given: Any) -> bool:
     if given is captured:
         return True
-    return not isinstance(given, torch.Tensor) and type(given) is type(captured) and bool(given == captured)
+    if isinstance(given, torch.Tensor) or type(given) is not type(captured) or given != captured:
+        return False
+    return type(given) is not float or math.copysign(1.0, given) == math.copysign(1.0, captured)  # -0.0 is not 0.0
 
 
 def _said(value: Any) -> str:
