@@ -17,7 +17,7 @@ import sys
 import tomllib
 import types
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -185,15 +185,38 @@ def test_links_inside_the_project_lead_somewhere(page: Path) -> None:
     assert not missing, f"{page_id(page)} links to {missing}"
 
 
-def test_every_transformation_has_a_page() -> None:
+@pytest.fixture
+def hooks() -> Any:
     pytest.importorskip("mkdocs")
-    from regraft.cli.choosing import known
-
     spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
     assert spec
     assert spec.loader
-    hooks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hooks)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_whatever_is_public_has_a_page(hooks: Any) -> None:
+    import regraft
+
+    pages = (
+        {cls.__name__ for cls in regraft.TRANSFORMATIONS} | set(hooks._public()) | {"TRANSFORMATIONS", "__version__"}
+    )
+    assert set(regraft.__all__) <= pages
+    for name, thing in hooks._public().items():
+        page = hooks.reference(name, thing)
+        assert page.startswith(f"# {name}\n")
+        text = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
+        assert ">>>" not in text, name
+        assert not re.search(r"^(Args|Raises|Returns|Attributes):", text, re.MULTILINE), name
+        assert not re.search(r"^    \w+: ['\"]", page, re.MULTILINE), name
+    assert "## put_module\n" in hooks.reference("Edit", regraft.Edit)
+    assert "## __call__\n" in hooks.reference("Rewrite", regraft.Rewrite)  # which it has from another class as well
+
+
+def test_every_transformation_has_a_page(hooks: Any) -> None:
+    from regraft.cli.choosing import known
+
     for name, cls in known().items():
         page = hooks.page(name, cls)
         assert page.startswith(f"# {cls.__name__}\n")

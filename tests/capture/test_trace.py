@@ -16,6 +16,7 @@ from torch.export import Dim
 from torch.nn import functional as F
 
 import regraft as rg
+from helpers import Wrap
 from regraft.capture import probing, symbolic_trace, trace
 from regraft.capture.module_tree import is_leaf
 from regraft.core.errors import CaptureError
@@ -851,6 +852,33 @@ def test_functional_calls_are_spelled_as_people_write_them() -> None:
         assert torch.equal(gm(x), model(x))
 
 
+SPELLED: dict[str, tuple[Any, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "elu": (F.elu, lambda x: F.elu(x, 0.7)),
+    "elu as it is": (F.elu, F.elu),
+    "hardshrink": (F.hardshrink, lambda x: F.hardshrink(x, 0.3)),
+    "softshrink": (F.softshrink, lambda x: F.softshrink(x, 0.3)),
+    "threshold": (F.threshold, lambda x: F.threshold(x, 0.1, 20.0)),
+    "prelu": (F.prelu, lambda x: F.prelu(x, torch.full((4,), 0.3))),
+    "instance norm": (F.instance_norm, lambda x: F.instance_norm(x, weight=torch.arange(4.0), eps=1e-3)),
+    "average in 3d": (F.avg_pool3d, lambda x: F.avg_pool3d(x[..., None], (2, 2, 1), (1, 2, 1), ceil_mode=True)),
+    "global average in 3d": (F.adaptive_avg_pool3d, lambda x: F.adaptive_avg_pool3d(x[..., None], (2, 3, 1))),
+    "maximum in 3d": (F.max_pool3d, lambda x: F.max_pool3d(x[..., None], (2, 2, 1), padding=(1, 0, 0))),
+    "pixel unshuffle": (F.pixel_unshuffle, lambda x: F.pixel_unshuffle(x, 2)),
+    "cosine similarity": (F.cosine_similarity, lambda x: F.cosine_similarity(x, x.flip(0), 2, 1e-2)),
+    "distance": (F.pairwise_distance, lambda x: F.pairwise_distance(x, x.flip(0), 3.0, 1e-2)),
+}
+
+
+@pytest.mark.parametrize("name", SPELLED)
+def test_what_has_a_function_is_spelled_by_it(name: str) -> None:
+    function, compute = SPELLED[name]
+    model, x = Wrap(lambda m, x: compute(x) * 2), torch.randn(3, 4, 6, 8)
+    gm = trace(model, (x,))
+    assert function in targets(gm, "call_function")
+    assert not any(isinstance(target, torch._ops.OpOverload) for target in targets(gm, "call_function"))
+    assert torch.equal(gm(x), model(x))
+
+
 def test_the_graph_can_be_compiled_and_exported() -> None:
     model = randomised(Layers()).eval()
     gm = trace(model, (torch.randn(3, 4),), dynamic_shapes="auto")
@@ -926,3 +954,29 @@ def test_in_inference_mode_constants_are_made_that_can_be_watched() -> None:
         assert len(constants) == 1
         assert not constants[0].is_inference()
         assert torch.equal(gm(x), Shifted()(x))
+
+
+class Counting(nn.Module):
+    """Takes four features, and changes itself before it finds out that there are others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(4, 3), 0
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.add_(1)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("sizes", [None, "auto"])
+@pytest.mark.parametrize("function", [trace, rg.optimize])
+def test_an_example_that_the_model_itself_does_not_take_is_to_blame(function: Any, sizes: str | None) -> None:
+    model, x = Counting().eval(), torch.randn(2, 5)
+    message = r"Counting cannot be captured, because it does not take this example itself: RuntimeError: mat1 and mat2"
+    with pytest.raises(CaptureError, match=message):
+        function(model, (x,), dynamic_shapes=sizes)
+    assert (model.calls, model.seen.item()) == (0, 0)
+    with pytest.raises(CaptureError, match="decides by the value of a tensor"):  # which the model does take
+        function(Wrap(lambda m, x: x if x.sum() > 0 else -x), (x,), dynamic_shapes=sizes)

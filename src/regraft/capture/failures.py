@@ -10,7 +10,10 @@ from types import TracebackType
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
+from regraft.capture.signature import Call
+from regraft.capture.untouched import untouched, values_kept
 from regraft.core.errors import CaptureError
 
 _TRANSFORMED = "inside of a transformed function"
@@ -106,6 +109,30 @@ def capture_error(model: nn.Module, error: BaseException) -> CaptureError:
     return CaptureError(
         f"{type(model).__name__} cannot be captured, because of {where(model, error)}\n  {reason}\n{cure}"
     )
+
+
+def refuse_example(model: nn.Module, call: Call) -> None:
+    """Raise where a model that cannot be captured does not take the example either, for then that is to blame.
+
+    Args:
+        model: the model, which is left as it was.
+        call: the example.
+
+    Raises:
+        CaptureError: it raises for this example itself.
+    """
+    if any(map(is_lazy, model.parameters())):
+        return  # a call would make its weights
+    args, kwargs = call.rebuild([leaf.detach().clone() for leaf in call.leaves])
+    try:
+        with untouched(model), values_kept(model.buffers()), torch.no_grad():
+            model(*args, **kwargs)
+    except Exception as error:  # whatever a model raises
+        said = str(error).strip().splitlines()
+        raise CaptureError(
+            f"{type(model).__name__} cannot be captured, because it does not take this example itself: "
+            f"{type(error).__name__}: {said[0] if said else 'no message'}; give it a call that runs without regraft"
+        ) from error
 
 
 def _in_transform(error: BaseException) -> bool:

@@ -177,6 +177,14 @@ def _embedding(node: Node) -> Spelling | None:
     return "call_function", F.embedding, (given["indices"], given["weight"]), kwargs
 
 
+def _elu(node: Node) -> Spelling | None:
+    given = _values(node)
+    scaled = (
+        given["scale"] != 1 or given["input_scale"] != 1
+    )  # which SELU and CELU are made of, and Python has no word for
+    return None if scaled else ("call_function", F.elu, (given["self"], given["alpha"]), {})
+
+
 def _rsub(node: Node) -> Spelling | None:
     given = _values(node)
     return ("call_function", operator.sub, (given["other"], given["self"]), {}) if given["alpha"] == 1 else None
@@ -198,10 +206,14 @@ _SPECIAL: dict[Any, Callable[[Node], Spelling | None]] = {
     aten.softmax.int: _softmax(F.softmax),
     aten.log_softmax.int: _softmax(F.log_softmax),
     aten.embedding.default: _embedding,
+    aten.elu.default: _elu,
     aten.rsub.Scalar: _rsub,
     aten.rsub.Tensor: _rsub,
     aten.layer_norm.default: _reordered(F.layer_norm, "input", "normalized_shape", "weight", "bias", "eps"),
     aten.group_norm.default: _reordered(F.group_norm, "input", "num_groups", "weight", "bias", "eps"),
+    aten.instance_norm.default: _reordered(
+        F.instance_norm, "input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps"
+    ),
     aten.batch_norm.default: _reordered(
         F.batch_norm, "input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"
     ),

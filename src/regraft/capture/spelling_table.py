@@ -85,12 +85,13 @@ where.self where.ScalarOther where.ScalarSelf where.Scalar zeros.default zeros_l
 
 #: overloads whose function in `torch.nn.functional` is the same operation with the same arguments
 _FUNCTIONAL = """
-adaptive_avg_pool1d.default adaptive_avg_pool2d.default avg_pool1d.default avg_pool2d.default celu.default
-conv1d.default conv2d.default conv3d.default conv_transpose1d.default dropout.default gelu.default
-glu.default hardsigmoid.default hardswish.default hardtanh.default leaky_relu.default linear.default
-log_sigmoid.default max_pool1d.default max_pool2d.default mish.default one_hot.default pad.default
-pixel_shuffle.default relu6.default rms_norm.default scaled_dot_product_attention.default selu.default silu.default
-softplus.default
+adaptive_avg_pool1d.default adaptive_avg_pool2d.default adaptive_avg_pool3d.default avg_pool1d.default
+avg_pool2d.default avg_pool3d.default celu.default conv1d.default conv2d.default conv3d.default
+conv_transpose1d.default cosine_similarity.default dropout.default gelu.default glu.default hardshrink.default
+hardsigmoid.default hardswish.default hardtanh.default leaky_relu.default linear.default log_sigmoid.default
+max_pool1d.default max_pool2d.default max_pool3d.default mish.default one_hot.default pad.default
+pairwise_distance.default pixel_shuffle.default pixel_unshuffle.default prelu.default relu6.default rms_norm.default
+scaled_dot_product_attention.default selu.default silu.default softplus.default softshrink.default threshold.default
 """
 
 #: overloads that are methods of a tensor, with the same arguments

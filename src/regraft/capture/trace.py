@@ -13,7 +13,7 @@ from regraft.capture.assembling import assemble
 from regraft.capture.calling import Calling
 from regraft.capture.codegen import CallingCodeGen
 from regraft.capture.exporting import Exported, export, without_prefix
-from regraft.capture.failures import capture_error, decides_by_value
+from regraft.capture.failures import capture_error, decides_by_value, refuse_example
 from regraft.capture.probing import Probe
 from regraft.capture.shapes import Axes, axes_of
 from regraft.capture.signature import Call, take_apart
@@ -94,7 +94,11 @@ def capture(model: nn.Module, call: Call, axes: Axes, automatic: bool) -> GraphM
     Raises:
         CaptureError: the model cannot be captured.
     """
-    exported = _exported_as_widely_as_can_be(model, call, axes) if automatic else _exported(model, call, axes)
+    try:
+        exported = _exported_as_widely_as_can_be(model, call, axes) if automatic else _exported(model, call, axes)
+    except CaptureError:
+        refuse_example(model, call)
+        raise
     gm = _assembled(model, call, exported, automatic)
     with values_kept(weights_written(gm)):  # which are run on real tensors
         probe = Probe(model, gm, call, _calling(gm))
@@ -140,6 +144,7 @@ def _exported_as_widely_as_can_be(model: nn.Module, call: Call, axes: Axes) -> E
         try:
             return _exported(model, call, way, quick=True)
         except CaptureError as error:
+            refuse_example(model, call)  # other axes would not help
             if fixed is None and decides_by_value(error.__cause__):
                 fixed = _exported(model, call, last)  # where this fails as well, the axes have no part in it
     return fixed or _exported(model, call, last)

@@ -129,8 +129,9 @@ class Culprit:
     def name(self) -> str:
         """The culprit in a few words.
 
-        >>> Culprit(1, "MergeLinears", "layer.0", None, True, Verification(()), 5).name
-        'MergeLinears at layer.0 (step 1)'
+        Example:
+            >>> Culprit(1, "MergeLinears", "layer.0", None, True, Verification(()), 5).name
+            'MergeLinears at layer.0 (step 1)'
         """
         if self.transformation is None:
             return "no transformation: the graph is wrong before the first one, so look at how it was captured"

@@ -89,14 +89,15 @@ def verify(
         ValueError: A transformation of the candidate wrote to weights in place that the reference has, too.
         Exception: Whatever the reference itself raises on the given inputs.
 
-    >>> import torch
-    >>> _ = torch.manual_seed(0)
-    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).eval()
-    >>> x = torch.randn(3, 4)
-    >>> verify(model, lambda x: model(x), (x,)).ok
-    True
-    >>> verify(model, lambda x: model(x) + 1e-3, (x,)).ok
-    False
+    Example:
+        >>> import torch
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).eval()
+        >>> x = torch.randn(3, 4)
+        >>> verify(model, lambda x: model(x), (x,)).ok
+        True
+        >>> verify(model, lambda x: model(x) + 1e-3, (x,)).ok
+        False
     """
     oracle = reference if isinstance(reference, Oracle) else None
     right = _callable(reference, "reference") if oracle is None else oracle.reference
