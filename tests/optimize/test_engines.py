@@ -14,6 +14,7 @@ from models import decoder, every_engine, heads, ids, image
 from torch.autograd import forward_ad
 
 import regraft as rg
+from regraft.core.errors import NotCovered
 from regraft.dropin import Entry, grafts_of
 from regraft.optimize import graphs, steps, work
 from regraft.optimize.engines import ENGINES, choosing
@@ -230,13 +231,32 @@ def test_an_engine_that_is_wrong_or_fails_is_not_taken(monkeypatch) -> None:
 def test_an_engine_that_keeps_what_the_sample_has_is_not_right(of: str, monkeypatch) -> None:
     def keeps(flat: Flat):
         (sample,) = flat.sample
-        off = (lambda x: len(x) - len(sample)) if of == "a size" else (lambda x: x[0, 0, 0, 0] - sample[0, 0, 0, 0])
+
+        def off(x: torch.Tensor) -> object:
+            if of == "a size":
+                return len(x) - len(sample)
+            return x[0, 0, 0, 0] - sample[0, 0, 0, 0] if x.shape == sample.shape else 0
+
         return lambda inputs: [result + off(inputs[0]) for result in flat.module(*inputs)]
 
     every_engine(monkeypatch, keeps)
     result = rg.optimize(heads(), kwargs={"x": image()}, engine="inductor", keep="all", **EXACT)
     assert result.graphs[0].engine.engine == "torch"
     assert ("other values of the same sizes" if of == "a value" else "on x 3x") in str(result.graphs[0].engine)
+
+
+def test_a_program_for_sizes_of_two_or_more_is_given_no_single_row() -> None:
+    gm = rg.trace(heads().eval(), (image(),), dynamic_shapes="auto")
+    given = []
+    with torch.no_grad():
+        for sample, ones in ((image(), image()[:1]), (image()[:1], image()[:1])):
+            flat = Flat(gm, {"x": sample})
+            run = flat.but_for_ones(lambda inputs: given.append(inputs) or inputs)
+            run([sample])
+            if len(sample) > 1:
+                with pytest.raises(NotCovered, match="sizes of two or more"):
+                    run([ones])
+    assert len(given) == 2
 
 
 class Told(torch.nn.Module):

@@ -116,6 +116,29 @@ class Flat:
         with torch.no_grad():
             return torch.export.export(Tensors(self.module), tuple(sample), dynamic_shapes=(tuple(axes),), strict=False)
 
+    def but_for_ones(self, run: Run) -> Run:
+        """An engine made of `exported`, for other calls than those with a size of one where the sample has more.
+
+        Export takes each size that varies to be two or more, and an engine may stand on that: what ONNX Runtime gives
+        for a padded text of one token was off.
+
+        Args:
+            run: The engine.
+        """
+        several = [
+            (place, axis)
+            for place, (tensor, varying) in enumerate(zip(self.sample, self.varying))
+            for axis in varying
+            if tensor.shape[axis] > 1
+        ]
+
+        def run_but_for_ones(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+            if any(inputs[place].shape[axis] == 1 for place, axis in several):
+                raise NotCovered("the engine was made for sizes of two or more")
+            return run(inputs)
+
+        return run_but_for_ones if several else run
+
 
 class Tensors(nn.Module):
     """A graph module, or what stands for one, that returns its tensors in a tuple, for inference."""

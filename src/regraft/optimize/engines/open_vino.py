@@ -56,7 +56,7 @@ def build(flat: Flat) -> Run:
         found = local.request.infer(given, share_inputs=True, share_outputs=True)
         return [_copied(found[index], low) for index, low in enumerate(rounded)]
 
-    return run
+    return flat.but_for_ones(run)
 
 
 def _shared(tensor: Tensor) -> Any:
