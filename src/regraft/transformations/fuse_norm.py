@@ -34,7 +34,7 @@ def _of_channels(value: Any) -> bool:
 
 def _inner_axis(dim: Any) -> bool:
     axes = dim if isinstance(dim, (list, tuple)) else [dim]
-    return len(axes) == 1 and (axes[0] == 1 or axes[0] < -1)
+    return len(axes) == 1 and axes[0] is not None and (axes[0] == 1 or axes[0] < -1)
 
 
 def _square_of(form: Form) -> Form:
