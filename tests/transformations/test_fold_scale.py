@@ -347,3 +347,14 @@ def test_a_copy_that_is_read_elsewhere_too_stays() -> None:
 def test_a_copy_of_what_the_caller_gives_stays() -> None:
     model = model_of(lambda m, x: m.l(F.rms_norm(x, (4,), torch.clone(x[0, 0]))))
     check_refused(rg.FoldScale(), model, X, "trace", "is computed by the graph")
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.bool, torch.float16])
+def test_a_scale_that_also_casts_for_its_layer_is_refused(kind: torch.dtype) -> None:
+    model = model_of(lambda m, x: m.l(x * m.v))
+    check_refused(rg.FoldScale(), model, ((X[0] * 3).to(kind),), "trace", "not float32")
+
+
+def test_a_norm_that_also_casts_for_its_layer_is_refused() -> None:
+    model = model_of(lambda m, x: m.l(F.rms_norm(x, (4,), m.v)))
+    check_refused(rg.FoldScale(), model, (X[0].half(),), "trace", "float16, not float32")

@@ -293,3 +293,9 @@ def test_an_axis_whose_size_may_vary_is_refused() -> None:
 
 def test_without_shapes_it_is_refused() -> None:
     check_refused(rg.FuseNorm(), model_of(FORMS["no weight"][0]), X, "fx", "not known")
+
+
+@pytest.mark.parametrize("x", [torch.randint(-9, 9, (3, 8)), torch.randn(3, 8, dtype=torch.complex64)])
+def test_numbers_that_the_fused_call_does_not_take_are_refused(x: torch.Tensor) -> None:
+    model = model_of(lambda m, x: FORMS["no weight"][0](m, x.float()).to(x.dtype))
+    check_refused(rg.FuseNorm(), model, (x,), "trace", "not floating point")

@@ -46,6 +46,7 @@ def fold_norm(match: Match, edit: Edit, facts: Facts) -> str:
     given = [weight for call in (norm, *layers) for name in ("weight", "bias") if (weight := call.weight(name))]
     require(
         facts.agree([(weight.name, weight.tensor) for weight in given]),
+        facts.floating(norm.input, given[0].tensor.dtype),
         *(_evaluating(layer) for layer in layers),
         *_shapes(norm, layers),
     )

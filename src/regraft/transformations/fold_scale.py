@@ -68,6 +68,7 @@ class FoldScale(Rewrite):
             facts.only_user(layer.node, node) if site.behind else None,
             facts.untouched(layer.node if site.behind else node),
             facts.unchanged(site.value, node, layer.node) if not site.behind else None,
+            facts.floating(site.value, weight.tensor.dtype) if not site.behind else None,
             _scale(site, facts),
         )
 
