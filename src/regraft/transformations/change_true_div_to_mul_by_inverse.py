@@ -84,7 +84,8 @@ def _number(value: Any) -> bool:
 
 def _dtype(call: Call) -> torch.dtype:
     value = value_of(call["input"])
-    return value.dtype if value is not None and value.dtype.is_floating_point else torch.get_default_dtype()
+    dtype = value.dtype.to_real() if value is not None else torch.get_default_dtype()
+    return dtype if dtype.is_floating_point else torch.get_default_dtype()
 
 
 def _trained(weight: Weight) -> bool:
@@ -118,6 +119,8 @@ def _invertible(call: Call, values: _Range | None) -> str | None:
         return f"{call.where}: the divisor is on the meta device, or empty, so its value is not known"
     if not values.dtype.is_floating_point:
         return f"{call.where}: the divisor is a tensor of {values.dtype}, whose quotient has another dtype"
-    limits = torch.finfo(values.dtype)
+    limits, quotient = torch.finfo(values.dtype), value_of(call.node)
+    if not values.exact and quotient is not None and limits.eps > torch.finfo(quotient.dtype).eps:
+        return f"{call.where}: the divisor is {values.dtype}, and its inverse coarser than a {quotient.dtype} quotient"
     normal = values.smallest > 0 and 1 / limits.max <= values.smallest and values.largest <= 1 / limits.tiny
     return that(normal, f"{call.where}: the divisor has no inverse among the normal {values.dtype} numbers")
