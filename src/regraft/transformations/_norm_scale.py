@@ -19,7 +19,7 @@ from regraft.core.values import reads_shape_only
 from regraft.core.vocabulary import LAYER_NORM, LINEAR, Call, Weight
 from regraft.core.weights import Derivation, Same, wider
 from regraft.transformations._module_for import place_of
-from regraft.transformations._scales import Scaled
+from regraft.transformations._scales import Scaled, small
 
 _BLOCK = 1 << 18
 """So many elements of a weight are held in the higher precision at a time."""
@@ -129,7 +129,8 @@ def _finite(layer: Call, scale: Weight) -> Answer:
         return None
     bound = float(weight.tensor.detach().abs().max()) * float(scale.tensor.detach().abs().max())
     fits = math.isfinite(bound) and bound <= torch.finfo(weight.tensor.dtype).max
-    return that(fits, f"{scale.name} scales {weight.name} beyond what {weight.tensor.dtype} holds")
+    beyond = that(fits, f"{scale.name} scales {weight.name} beyond what {weight.tensor.dtype} holds")
+    return beyond or small(weight, Scaled(False), [scale])
 
 
 @dataclass(frozen=True)
