@@ -25,7 +25,8 @@ class ChangeTrueDivToMulByInverse(Rewrite):
 
     `x / c = x * (1 / c)`, exact where `c` is a power of two and else within one rounding. Scores in attention are often
     scaled so. Refused are divisors that are zero or whose inverse leaves the normal numbers of the dtype, sizes, and
-    results that are rounded to integers, where one rounding can become a whole number.
+    results that are rounded or compared somewhere behind, where a last bit can become a whole step: by functions of
+    torch that make steps, and by functions and modules of which nothing is known.
 
     Example:
         >>> import torch, regraft as rg
