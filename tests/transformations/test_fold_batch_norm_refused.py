@@ -382,3 +382,9 @@ def test_a_channel_that_training_has_let_die_is_no_reason():
     with torch.no_grad():
         net[1].weight[2], net[0].weight[2], net[0].weight[3] = 1e-40, 1e-30, 0
     check_applied(rg.FoldBatchNorm(), net, (torch.randn(2, 3, 9, 9),), "trace")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_channels_that_are_another_axis_than_the_features(form):
+    net = randomise(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(4, 2))).eval()
+    check_refused(rg.FoldBatchNorm(), net, (torch.randn(2, 3, 4),), form, "normalises 3 channels, another axis")

@@ -58,7 +58,8 @@ def fold(match: Match, edit: Edit, facts: Facts, pairs: tuple[tuple[Any, bool], 
     require(_evaluating_layer(layer))
     assert weight is not None
     spec = _specification(norm, layer, site.behind)
-    require(_agree(facts, spec), *_same_memory(facts, site), _channels(facts, site, weight.tensor), _scale(spec))
+    require(_agree(facts, spec), *_same_memory(facts, site), _channels(facts, site, weight.tensor))
+    require(_scale(spec))
     unknown = facts.rank(norm.node) is None and norm["running_mean"] is not None and _ambiguous(layer)
 
     name, like = place_of(layer, weight.tensor, edit)
