@@ -44,7 +44,7 @@ def test_leaves_called_by_keyword_or_with_a_list(rule) -> None:
     gm = torch.fx.GraphModule(model, Tracer().trace(model))
     report = assert_round_trip(rule(), gm, (x,))
     sites = {rg.MergeLinears: 1, rg.FuseBiasInLinear: 2, rg.FoldBatchNorm: 1, rg.FuseBatchNorm2dInConv2d: 1}
-    sites |= {rg.ChangeTrueDivToMulByInverse: 1, rg.ReplaceActivation: 1, rg.FoldScale: 1}
+    sites |= {rg.ReplaceActivation: 1, rg.FoldScale: 1}  # the quotient may be rounded in a leaf of the caller's own
     assert report.applied >= sites.get(rule, 0), str(report)
 
 

@@ -182,3 +182,14 @@ def test_half_precision_numbers_whose_inverse_is_not_normal(divisor):
 def test_meta():
     net = model(lambda self, x: x / self.c).to("meta")
     check_refused(INVERT, net, (X.to("meta"),), "fx", "meta")
+
+
+@pytest.mark.parametrize("name", ["c", "v"])
+@pytest.mark.parametrize(
+    ("values", "narrow"),
+    [(torch.float64, torch.float32), (torch.float32, torch.float16), (torch.complex128, torch.float32)],
+)
+def test_an_inverse_that_is_coarser_than_the_quotient(values, narrow, name):
+    net = model(lambda self, x: x / getattr(self, name)).to(narrow)
+    check_refused(INVERT, net, (X.to(values),), "trace", "coarser")
+    check_applied(INVERT, model(lambda self, x: x / getattr(self, name)).to(torch.float64), (X.double(),), "trace")

@@ -363,3 +363,28 @@ def test_lazy_layers():
     gm = capture(net, (X,), "fx")
     rg.FoldBatchNorm()(gm)
     assert not rg.history(gm)[0].applied
+
+
+@pytest.mark.parametrize(("dtype", "sites"), [(torch.float16, 0), (torch.bfloat16, 1), (torch.float32, 1)])
+def test_a_scale_that_would_lose_precision_below_the_normal_numbers(dtype, sites):
+    net = randomise(nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8))).eval().to(dtype)
+    with torch.no_grad():
+        net[1].weight[2], net[1].running_var[2] = 1e-2, 3e4
+    x = (torch.randn(2, 3, 6, 6).to(dtype),)
+    if sites:
+        check_applied(rg.FoldBatchNorm(), net, x, "trace")
+    else:
+        check_refused(rg.FoldBatchNorm(), net, x, "trace", "below the normal numbers of torch.float16")
+
+
+def test_a_channel_that_training_has_let_die_is_no_reason():
+    net = randomise(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, groups=8))).eval()
+    with torch.no_grad():
+        net[1].weight[2], net[0].weight[2], net[0].weight[3] = 1e-40, 1e-30, 0
+    check_applied(rg.FoldBatchNorm(), net, (torch.randn(2, 3, 9, 9),), "trace")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_channels_that_are_another_axis_than_the_features(form):
+    net = randomise(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(4, 2))).eval()
+    check_refused(rg.FoldBatchNorm(), net, (torch.randn(2, 3, 4),), form, "normalises 3 channels, another axis")

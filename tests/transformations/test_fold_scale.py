@@ -347,3 +347,65 @@ def test_a_copy_that_is_read_elsewhere_too_stays() -> None:
 def test_a_copy_of_what_the_caller_gives_stays() -> None:
     model = model_of(lambda m, x: m.l(F.rms_norm(x, (4,), torch.clone(x[0, 0]))))
     check_refused(rg.FoldScale(), model, X, "trace", "is computed by the graph")
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.bool, torch.float16])
+def test_a_scale_that_also_casts_for_its_layer_is_refused(kind: torch.dtype) -> None:
+    model = model_of(lambda m, x: m.l(x * m.v))
+    check_refused(rg.FoldScale(), model, ((X[0] * 3).to(kind),), "trace", "not float32")
+
+
+def test_a_norm_that_also_casts_for_its_layer_is_refused() -> None:
+    model = model_of(lambda m, x: m.l(F.rms_norm(x, (4,), m.v)))
+    check_refused(rg.FoldScale(), model, (X[0].half(),), "trace", "float16, not float32")
+
+
+def one_channel(tiny: float) -> nn.Parameter:
+    scale = torch.rand(256) + 0.5
+    scale[7] = tiny
+    return nn.Parameter(scale)
+
+
+WIDE: dict[str, Callable[[Any, Any], Any]] = {
+    "a number": lambda m, x: m.l(x) * 1e-4,
+    "divided": lambda m, x: m.l(x) / 1e4,
+    "before": lambda m, x: m.l(x * 1e-4),
+    "of one output": lambda m, x: m.l(x) * m.v,
+    "of one input": lambda m, x: m.l(x * m.v),
+    "of one input of a group": lambda m, x: m.c(x[..., None] * m.rows),
+    "of one output of a transposed convolution": lambda m, x: m.t(x[..., None]) * m.rows,
+    "a norm": lambda m, x: m.l(F.rms_norm(x, (256,), m.v)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", WIDE)
+def test_a_weight_that_would_lose_precision_below_the_normal_numbers_stays(name: str, dtype: torch.dtype) -> None:
+    parts = {"l": nn.Linear(256, 256), "c": nn.Conv1d(256, 256, 1, groups=4), "v": one_channel(1e-4)}
+    parts["rows"] = nn.Parameter(one_channel(1e-4).detach()[:, None])
+    model = model_of(WIDE[name], **parts, t=nn.ConvTranspose1d(256, 256, 1, groups=4)).to(dtype)
+    with torch.no_grad():
+        for layer in (model.l, model.c, model.t):
+            layer.weight.mul_(0.05)
+        model.v[:], model.rows[:, 0] = one_channel(1e-4), one_channel(1e-4)  # which model_of has filled
+    x = (torch.randn(16, 256).to(dtype),)
+    if dtype is torch.float16:
+        check_refused(rg.FoldScale(), model, x, "trace", "below the normal numbers of float16")
+    else:
+        check_applied(rg.FoldScale(), model, x, "trace")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_scale_near_the_smallest_numbers_of_any_dtype_is_refused(dtype: torch.dtype) -> None:
+    model = model_of(lambda m, x: m.p(x) * (2 * torch.finfo(dtype).tiny), p=nn.Linear(4, 6, bias=False)).to(dtype)
+    with torch.no_grad():
+        model.p.weight.mul_(1e-3)
+    check_refused(rg.FoldScale(), model, (X[0].to(dtype),), "trace", "below the normal numbers")
+
+
+def test_the_scale_of_attention_is_folded_in_half_precision_and_pruned_weights_too() -> None:
+    model = model_of(lambda m, x: m.l(x) / 8, l=nn.Linear(256, 256)).half()
+    with torch.no_grad():
+        model.l.weight.mul_(0.05)
+        model.l.weight[3], model.l.weight[:, 5] = 0, 0
+    check_applied(rg.FoldScale(), model, (torch.randn(16, 256).half(),), "trace")

@@ -257,6 +257,28 @@ def test_of_a_mask_that_is_written_it_is_not_taken_that_it_hides_no_row(when: st
     assert twin(Q, K, V).isnan().all()
 
 
+def of_few_axes(shape: tuple[int, ...]) -> dict[str, Callable[..., Any]]:
+    """Masks that are broadcast to the scores from one axis, or from none."""
+    bias, hidden = torch.randn(shape), torch.rand(shape) < 0.4
+    return {
+        "added": lambda m, q, k, v: attend(scores(q, k) / 2 + bias, v),
+        "added, -inf": lambda m, q, k, v: attend(scores(q, k) / 2 + bias.masked_fill(hidden, -math.inf), v),
+        "two": lambda m, q, k, v: attend(scores(q, k) / 2 + bias + m.mask, v),
+        "filled": lambda m, q, k, v: attend((scores(q, k) / 2).masked_fill(hidden, -math.inf), v),
+        "filled, finite": lambda m, q, k, v: attend((scores(q, k) / 2).masked_fill(hidden, -1e9), v),
+        "chosen": lambda m, q, k, v: attend(torch.where(hidden, -math.inf, scores(q, k) / 2), v),
+    }
+
+
+@pytest.mark.parametrize("axes", [3, 4, 5])
+@pytest.mark.parametrize("shape", [(), (1,), (S,)])
+@pytest.mark.parametrize("name", of_few_axes(()))
+def test_masks_of_one_axis_and_of_none(name: str, shape: tuple[int, ...], axes: int) -> None:
+    model = Three(of_few_axes(shape)[name], mask=torch.randn(L, S))
+    inputs = tuple(x[0] if axes == 3 else torch.stack((x, -x)) if axes == 5 else x for x in (Q, K, V))
+    check_applied(rg.FuseAttention(), model, inputs, "trace")
+
+
 def test_other_sizes() -> None:
     function = lambda m, q, k, v: attend(scores(q, k) * 0.3 + m.bias[:, :1, :1], v)
     model = model_of(function)

@@ -101,3 +101,11 @@ def test_a_division_in_place_is_refused_and_the_reason_says_what_to_do() -> None
     gm.graph.find_nodes(op="call_function", target=operator.truediv)[-1].target = operator.itruediv
     gm.recompile()
     assert_refused(rg.FuseGelu(), gm, "works in place; use the out-of-place form")
+
+
+@pytest.mark.parametrize(
+    ("form", "x"),
+    [(EXACT["0.5 * x * (erf + 1)"], torch.arange(-3, 4)), (TANH["x ** 3"], torch.randn(7, dtype=torch.complex64))],
+)
+def test_what_the_fused_call_does_not_take_is_refused(form: Callable[[Any, Any], Any], x: torch.Tensor) -> None:
+    check_refused(rg.FuseGelu(), Wrap(form), (x,), "trace", "not floating point")

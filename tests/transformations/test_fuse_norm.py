@@ -131,6 +131,24 @@ def test_refused(name: str) -> None:
     check_refused(rg.FuseNorm(), model_of(function), X, "trace", word)
 
 
+ALL_AXES: dict[str, Callable[[Any, Any], Any]] = {
+    "rms, ()": lambda m, x: x * (x.square().mean((), keepdim=True) + 1e-5).rsqrt(),
+    "rms, None": lambda m, x: x * (x.square().mean(None, keepdim=True) + 1e-5).rsqrt(),
+    "layer, ()": lambda m, x: (x - x.mean((), True)) / ((x - x.mean((), True)).pow(2).mean((), True) + 1e-5).sqrt(),
+    "var, None": lambda m, x: (x - x.mean(None, True)) / (x.var(None, False, keepdim=True) + 1e-5).sqrt(),
+}
+
+
+@pytest.mark.parametrize("name", ALL_AXES)
+def test_no_axis_means_all_of_them(name: str) -> None:
+    gm = check_applied(rg.FuseNorm(), model_of(ALL_AXES[name]), X, "trace")
+    assert rg.history(gm)[-1].applied[0].sentence.endswith("norm over (3, 5, 8)")
+    weighted = model_of(lambda m, x: ALL_AXES[name](m, x) * m.w)
+    check_refused(rg.FuseNorm(), weighted, X, "trace", "has not the sizes of the axes [0, 1, 2]")
+    check_refused(rg.FuseNorm(), model_of(ALL_AXES[name]), (X[0][0, 0, 0],), "trace", "no axes")
+    check_applied(rg.FuseNorm(), model_of(lambda m, x: ALL_AXES[name](m, x) * m.b[:5, None].clone()), X, "trace")
+
+
 def lucidrains(m: Any, x: Any) -> Any:
     variance = torch.var(x, dim=1, unbiased=False, keepdim=True)
     return (x - torch.mean(x, dim=1, keepdim=True)) / (variance + 1e-5).sqrt() * m.w + m.b
@@ -275,3 +293,9 @@ def test_an_axis_whose_size_may_vary_is_refused() -> None:
 
 def test_without_shapes_it_is_refused() -> None:
     check_refused(rg.FuseNorm(), model_of(FORMS["no weight"][0]), X, "fx", "not known")
+
+
+@pytest.mark.parametrize("x", [torch.randint(-9, 9, (3, 8)), torch.randn(3, 8, dtype=torch.complex64)])
+def test_numbers_that_the_fused_call_does_not_take_are_refused(x: torch.Tensor) -> None:
+    model = model_of(lambda m, x: FORMS["no weight"][0](m, x.float()).to(x.dtype))
+    check_refused(rg.FuseNorm(), model, (x,), "trace", "not floating point")

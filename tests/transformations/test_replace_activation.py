@@ -134,3 +134,12 @@ def test_in_a_model() -> None:
     assert len(rg.history(gm)[-1].applied) == 2
     assert not rg.ReplaceActivation().preserves_computation
     assert float((gm(*X) - model(*X)).abs().max()) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "x"),
+    [(nn.ReLU, nn.GELU, torch.arange(-3, 4)), (nn.Tanh, nn.Hardtanh, torch.randn(7, dtype=torch.complex64))],
+)
+def test_numbers_that_not_every_activation_takes_are_refused(old: Any, new: Any, x: torch.Tensor) -> None:
+    model = Wrap(lambda m, x: m.act(x), act=old())
+    check_refused(rg.ReplaceActivation({old: new}), model, (x,), "trace", "not floating point")

@@ -10,9 +10,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.nn import functional as F
 
+from regraft.core.continuity import is_torchs, rounds
 from regraft.core.mutation import Mutations, may_alias, writes
 from regraft.core.plainness import plain_module
-from regraft.core.values import passes_on, reads_shape_only, rounds, target_name
+from regraft.core.values import reads_shape_only, target_name
 from regraft.core.vocabulary import attribute, read
 
 _PURE_METHODS = {"size", "dim", "ndimension", "numel", "__len__", "float", "double", "half", "bfloat16", "long", "int"}
@@ -124,16 +125,31 @@ class Flow:
     def smooth(self, node: Node) -> str | None:
         """No result of `node` is rounded or compared, where a last bit can make a whole number's difference."""
         rounding = self._rounded(node)
-        return f"the result of {node.name!r} is rounded or compared by node {rounding.name!r}" if rounding else None
+        if rounding is None:
+            return None
+        known = "is" if is_torchs(rounding) else "may, for all that is known, be"
+        return f"the result of {node.name!r} {known} rounded or compared by node {rounding.name!r}"
+
+    def readers_of(self, held: Any) -> set[Node]:
+        """See `Index.readers_of`."""
+        raise NotImplementedError
 
     def _rounded(self, node: Node) -> Node | None:
+        """What rounds something that depends on `node`: every function passes a last bit on, whatever it computes."""
         graph = id(node.graph)
         if graph not in self._roundings:
-            found: dict[Node, Node] = {}
+            owner, mutations = self.owner(node), self.mutations(node)
+            found, memory = dict[Node, Node](), dict[Node, Node]()
             for reader in reversed(node.graph.nodes):
-                rounding = reader if rounds(reader) else found.get(reader) if passes_on(reader) else None
-                if rounding is not None:
-                    found |= dict.fromkeys(reader.all_input_nodes, rounding)
+                rounding = reader if rounds(reader, owner) else found.get(reader)
+                for written in writes(reader, owner) if rounding is None else ():
+                    rounding = rounding or memory.get(mutations.root(written))
+                for caller in self.readers_of(owner) if reader.op == "output" else ():
+                    rounding = rounding or (reader if self._rounded(caller) is not None else None)
+                if rounding is None:
+                    continue
+                for value in (value for value in reader.all_input_nodes if not reads_shape_only(reader, value)):
+                    found[value] = memory[mutations.root(value)] = rounding
             self._roundings[graph] = found
         return self._roundings[graph].get(node)
 

@@ -221,7 +221,7 @@ class Mutations:
             return
         self._unite_aliases()
         for node, targets in written:
-            for root in {self._root(target) for target in targets}:
+            for root in {self.root(target) for target in targets}:
                 self._writes.setdefault(root, []).append(node)
 
     def __bool__(self) -> bool:
@@ -231,7 +231,7 @@ class Mutations:
         """The nodes that may write into the memory of `value`, in order."""
         if not self._writes:
             return []
-        return self._writes.get(self._root(value), [])
+        return self._writes.get(self.root(value), [])
 
     def between(self, value: Node, first: Node, last: Node) -> Node | None:
         """A node after `first` and before `last` that may write into `value`."""
@@ -242,15 +242,15 @@ class Mutations:
     def follow(self, node: Node, value: Node) -> None:
         """A rewrite has made `node`, whose result lies in the memory of `value`, or is `value` computed anew."""
         if self._writes:
-            self._parent[self._root(node)] = self._root(value)
+            self._parent[self.root(node)] = self.root(value)
 
     def write(self, node: Node, value: Node) -> None:
         """A rewrite has made `node` write into the memory of `value`, which nobody reads after it: it is its heir."""
         self.heirs.add(node)
         if not self._writes:
             self._unite_aliases()
-        self._parent[self._root(node)] = self._root(value)
-        insort(self._writes.setdefault(self._root(value), []), node)
+        self._parent[self.root(node)] = self.root(value)
+        insort(self._writes.setdefault(self.root(value), []), node)
 
     def _unite_aliases(self) -> None:
         inputs: Node | None = None
@@ -259,15 +259,16 @@ class Mutations:
         for node in self.owner.graph.nodes:
             if node.op == "placeholder":  # a caller may pass one tensor twice
                 inputs = inputs or node
-                self._parent[node] = self._root(inputs)
+                self._parent[node] = self.root(inputs)
             elif node.op == "get_attr":  # each read of a weight may have a node of its own
                 memory = _memory(attribute(self.owner, str(node.target)))
-                self._parent[node] = self._root(readers.setdefault(memory, node))
+                self._parent[node] = self.root(readers.setdefault(memory, node))
             elif may_alias(node, self.owner):
                 for argument in (each for each in _aliased(node) if each not in sizes):
-                    self._parent[self._root(argument)] = self._root(node)
+                    self._parent[self.root(argument)] = self.root(node)
 
-    def _root(self, node: Node) -> Node:
+    def root(self, node: Node) -> Node:
+        """The node that stands for the memory of `node`."""
         path = []
         while (parent := self._parent.get(node, node)) is not node:
             path.append(node)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -202,6 +203,14 @@ class Facts(Index, Flow):
         if value.graph not in self._sizes:
             self._sizes[value.graph] = made_of_sizes(value.graph)
         return f"{value.name!r} is made of sizes, not a tensor" if value in self._sizes[value.graph] else None
+
+    def floating(self, value: Any, dtype: torch.dtype | None = None) -> Answer:
+        """`value` is of floating-point numbers, and of `dtype` where one is given; as far as capture knows."""
+        known = value_of(value)
+        if known is None or (known.dtype.is_floating_point and dtype in (None, known.dtype)):
+            return None
+        wanted = str(dtype).removeprefix("torch.") if dtype is not None else "floating point"
+        return f"{value.name!r} is {dtype_name(known)}, not {wanted}"
 
     def rank(self, node: Any) -> int | None:
         """The number of axes of a value, where capture knows it."""

@@ -1,4 +1,4 @@
-"""What the value of a single node is: a tensor, a size, a number that is rounded."""
+"""What the value of a single node is: a tensor, a size."""
 
 from __future__ import annotations
 
@@ -23,41 +23,6 @@ _ARITHMETIC = {
 }
 _LIKE_ANOTHER = {"reshape_as", "view_as", "expand_as", "type_as"}
 _LIKE_ANOTHER |= {f"{name}.default" for name in _LIKE_ANOTHER}
-_ROUNDING = {"floor", "ceil", "round", "trunc", "fix", "int", "long", "short", "floordiv", "floor_divide", "remainder"}
-_ROUNDING |= {
-    "mod",
-    "fmod",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "bucketize",
-    "searchsorted",
-    "argmax",
-    "argmin",
-    "bool",
-}
-_SMOOTH = {
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "div",
-    "neg",
-    "abs",
-    "clamp",
-    "relu",
-    "min",
-    "max",
-    "pow",
-    "sqrt",
-    "exp",
-    "log",
-}
-_SMOOTH |= {"view", "reshape", "transpose", "permute", "getitem", "to", "float", "contiguous", "clone", "sum", "mean"}
-_SMOOTH |= {"type", "half", "double", "flatten", "squeeze", "unsqueeze", "expand", "add_", "mul_", "div_", "square"}
 
 
 JOINING = frozenset({"cat", "concat", "concatenate"})
@@ -112,24 +77,6 @@ def _same_size(left: Any, right: Any) -> bool:
     # comparing symbolic sizes would tie them together; their expressions tell without
     left, right = (size.node.expr if isinstance(size, torch.SymInt) else size for size in (left, right))
     return bool(left == right)
-
-
-def rounds(node: Node) -> bool:
-    """Whether `node` turns a floating-point value into one that is not."""
-    if node.op not in ("call_function", "call_method") or reads_shape_only(node):
-        return False
-    value = value_of(node)
-    if value is not None and not value.dtype.is_floating_point and not value.dtype.is_complex:
-        return any((v := value_of(n)) is not None and v.dtype.is_floating_point for n in node.all_input_nodes)
-    if node.target in ("to", "type"):
-        dtypes = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.dtype)]
-        return any(not dtype.is_floating_point and not dtype.is_complex for dtype in dtypes)
-    return target_name(node).strip("_") in _ROUNDING or node.kwargs.get("rounding_mode") is not None
-
-
-def passes_on(node: Node) -> bool:
-    """Whether a last bit of the argument is about a last bit of the result: arithmetic and views."""
-    return node.op in ("call_function", "call_method") and target_name(node) in _SMOOTH
 
 
 def made_of_sizes(graph: Graph) -> set[Node]:

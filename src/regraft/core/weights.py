@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 _BLOCK = 1 << 17  # elements: few enough for a core's own cache, and enough for torch to divide them among threads
+_LARGE = 2.0**32  # larger than any input
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -115,6 +116,46 @@ def scaled(weight: Tensor, factors: Tensor) -> Tensor:
         wide.copy_(weight[block]).mul_(factors[block] if len(factors) > 1 else factors)
         result[block].copy_(wide)
     return result
+
+
+def underflows(weight: Tensor, factors: Tensor, groups: int = 1, shift: Tensor | None = None) -> bool:
+    """Whether `weight * factors` loses precision among the numbers of its dtype that are smaller than the normal ones.
+
+    The cast is off by half an eps of a number that is normal, and by half an eps of the smallest normal one where it is
+    not. So n elements whose magnitudes have a normal mean are together off by no more than an eps of their sum. That
+    has to hold of each row, which is a result of its own, and of each column, whose inputs may be as large as the
+    factors are small. Zeros stay zeros, and count for nothing. Beside a shift that is not as small all this is nothing.
+
+    Args:
+        weight: Of a linear layer or a convolution.
+        factors: In the higher precision, of a shape that broadcasts, as for `scaled`.
+        groups: The groups of the convolution, each with rows and columns of its own.
+        shift: What is added to the result of each row; None where that is not known, or rows are no results.
+    """
+    if weight.is_meta or not weight.numel():
+        return False
+    smallest, width = torch.finfo(weight.dtype).smallest_normal, weight[0].numel()
+    if shift is not None and (shift.detach().abs() >= smallest * width * _LARGE).all():
+        return False  # and the weight need not be read
+    whole = weight.detach().unflatten(0, (groups, -1))
+    parts = factors.unflatten(0, (groups, -1)) if len(factors) > 1 else factors[None]
+    rows = max(1, _BLOCK * whole.shape[1] // weight.numel())
+    by_row, by_column = [], torch.zeros(groups, whole.shape[2], dtype=factors.dtype, device=weight.device)
+    for start in range(0, whole.shape[1], rows):
+        block = slice(start, start + rows)
+        sizes = (whole[:, block] * (parts[:, block] if parts.shape[1] > 1 else parts)).abs_()
+        sizes = sizes.flatten(3).sum(3) if sizes.ndim > 3 else sizes
+        by_row.append(sizes.sum(2))
+        by_column += sizes.sum(1)
+    sums, height = torch.cat(by_row, 1), weight.numel() // by_column.numel()
+    if not (sums < smallest * width).any() and not (by_column < smallest * height).any():
+        return False
+    there = ((whole != 0) & (parts != 0)).flatten(3).sum(3) if whole.ndim > 3 else (whole != 0) & (parts != 0)
+    counts = [there.sum(axis, dtype=factors.dtype) for axis in (2, 1)]
+    low = sums < smallest * counts[0]
+    if shift is not None:
+        low &= shift.detach().abs().view_as(low) < smallest * counts[0] * _LARGE
+    return bool(low.any() or (by_column < smallest * counts[1]).any())
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:

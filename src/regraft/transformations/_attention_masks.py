@@ -109,8 +109,11 @@ def one_mask(masks: list[Mask], like: Tensor, edit: Edit, before: Node, facts: F
 
 
 def _of_scores(mask: Mask, like: Tensor, edit: Edit, before: Node) -> Node:
-    """A mask with the axes of the scores, where it was one of a view of them."""
+    """A mask with the axes of the scores, where it was one of a view of them; of two axes at least."""
     if not mask.parts:
-        return mask.node
+        value, node = value_of(mask.node), mask.node
+        for _ in range(2 - value.ndim if value is not None else 0):  # the fused call broadcasts no fewer
+            node = edit.insert(before, torch.unsqueeze, node, 0)
+        return node
     wide = edit.insert(before, torch.broadcast_to, mask.node, (*mask.parts, *[-1] * (like.ndim - 1)))
     return edit.insert(before, torch.flatten, wide, 0, len(mask.parts) - 1)

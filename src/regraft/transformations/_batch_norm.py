@@ -22,7 +22,7 @@ from regraft.core.pattern import Match
 from regraft.core.query import Answer, Facts, require, that
 from regraft.core.values import reads_shape_only, value_of
 from regraft.core.vocabulary import CONV, DROPOUT, FLATTEN, IDENTITY, LINEAR, RESHAPE, TRANSPOSED_CONV, Call, Weight
-from regraft.core.weights import Derivation, scaled, wider
+from regraft.core.weights import Derivation, scaled, underflows, wider
 from regraft.transformations._module_for import place_of
 from regraft.transformations._ranked import ranked
 from regraft.transformations._scales import along
@@ -58,7 +58,8 @@ def fold(match: Match, edit: Edit, facts: Facts, pairs: tuple[tuple[Any, bool], 
     require(_evaluating_layer(layer))
     assert weight is not None
     spec = _specification(norm, layer, site.behind)
-    require(_agree(facts, spec), *_same_memory(facts, site), _channels(facts, site, weight.tensor), _scale(spec))
+    require(_agree(facts, spec), *_same_memory(facts, site), _channels(facts, site, weight.tensor))
+    require(_scale(spec))
     unknown = facts.rank(norm.node) is None and norm["running_mean"] is not None and _ambiguous(layer)
 
     name, like = place_of(layer, weight.tensor, edit)
@@ -102,14 +103,14 @@ class Fold(Derivation):
         """The new weight or bias, from the sources by name and `s`."""
         weight, dtype = given["weight"], wider(given["weight"].dtype)
         if self.part == "weight":
-            return scaled(weight, self._along(weight, scale))
+            return scaled(weight, self.along(weight, scale))
         mean, bias = given["mean"], given["bias"].to(dtype) if "bias" in given else None
         if self.behind and bias is not None:
             return self._plus_beta((bias - mean) * scale, given).to(weight.dtype)
         shift = self._plus_beta(-mean * scale, given)
         if self.behind:
             return shift.to(weight.dtype)
-        moved = (weight.to(dtype) * self._along(weight, shift)).flatten(1).sum(1)
+        moved = (weight.to(dtype) * self.along(weight, shift)).flatten(1).sum(1)
         return (moved if bias is None else moved + bias).to(weight.dtype)
 
     def scale(self, given: dict[str, Tensor]) -> Tensor:
@@ -121,7 +122,8 @@ class Fold(Derivation):
     def _plus_beta(self, value: Tensor, given: dict[str, Tensor]) -> Tensor:
         return value + given["beta"] if "beta" in given else value
 
-    def _along(self, weight: Tensor, values: Tensor) -> Tensor:
+    def along(self, weight: Tensor, values: Tensor) -> Tensor:
+        """See `along`."""
         return along(values, weight, self.behind, self.transposed, self.groups)
 
 
@@ -264,15 +266,19 @@ def _unpadded(layer: Call, weight: Tensor) -> Answer:
 
 
 def _scale(spec: _Specification) -> Answer:
-    """The folded weights are finite where the original ones are."""
+    """The folded weights are finite where the original ones are, and as precise."""
     weight = spec.given["weight"]
     if weight.is_meta:
         return None
     factor, largest = _largest(spec.scale), 1.0
     if factor > 1 and torch.finfo(weight.dtype).max < 1e38:  # float16: reading all the weight takes a while
         largest = _largest(weight)
-    fits = factor * largest <= torch.finfo(weight.dtype).max
-    return that(fits, f"{spec.weights['var'].name} makes a scale that is not finite in {weight.dtype}")
+    fits, norm = factor * largest <= torch.finfo(weight.dtype).max, spec.weights["var"].name
+    require(that(fits, f"{norm} makes a scale that is not finite in {weight.dtype}"))
+    fold = spec.folds["bias"]
+    shift = fold.folded(spec.given, spec.scale) if fold.behind and not fold.transposed else None
+    lost = underflows(weight, fold.along(weight, spec.scale), fold.groups, shift)
+    return that(not lost, f"{norm} makes a scale that loses precision below the normal numbers of {weight.dtype}")
 
 
 def _largest(values: Tensor) -> float:

@@ -32,10 +32,12 @@ def ends(x: Node, weights: list[Node], match: TreeMatch) -> tuple[Node, Node, li
 
 
 def normalized(x: Node, dim: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The axes that are normalised and their sizes, which must be known."""
+    """The axes that are normalised and their sizes, which must be known; no axis means all, as to torch."""
     value = value_of(x)
     assert value is not None
-    axes = tuple(sorted(axis % value.ndim for axis in (dim if isinstance(dim, (list, tuple)) else [dim])))
+    require(that(value.ndim > 0, f"{x.name!r} has no axes that could be normalised"))
+    given = dim if isinstance(dim, (list, tuple)) else [dim] if dim is not None else []
+    axes = tuple(sorted(axis % value.ndim for axis in given)) or tuple(range(value.ndim))
     sizes = tuple(value.shape[axis] for axis in axes)
     known = all(isinstance(size, int) for size in sizes)
     require(that(known, f"the axes {list(axes)} of {x.name!r}, which are normalised, have no fixed size"))

@@ -19,7 +19,7 @@ from regraft.core.values import reads_shape_only
 from regraft.core.vocabulary import LAYER_NORM, LINEAR, Call, Weight
 from regraft.core.weights import Derivation, Same, wider
 from regraft.transformations._module_for import place_of
-from regraft.transformations._scales import Scaled
+from regraft.transformations._scales import Scaled, small
 
 _BLOCK = 1 << 18
 """So many elements of a weight are held in the higher precision at a time."""
@@ -46,6 +46,7 @@ def fold_norm(match: Match, edit: Edit, facts: Facts) -> str:
     given = [weight for call in (norm, *layers) for name in ("weight", "bias") if (weight := call.weight(name))]
     require(
         facts.agree([(weight.name, weight.tensor) for weight in given]),
+        facts.floating(norm.input, given[0].tensor.dtype),
         *(_evaluating(layer) for layer in layers),
         *_shapes(norm, layers),
     )
@@ -128,7 +129,8 @@ def _finite(layer: Call, scale: Weight) -> Answer:
         return None
     bound = float(weight.tensor.detach().abs().max()) * float(scale.tensor.detach().abs().max())
     fits = math.isfinite(bound) and bound <= torch.finfo(weight.tensor.dtype).max
-    return that(fits, f"{scale.name} scales {weight.name} beyond what {weight.tensor.dtype} holds")
+    beyond = that(fits, f"{scale.name} scales {weight.name} beyond what {weight.tensor.dtype} holds")
+    return beyond or small(weight, Scaled(False), [scale])
 
 
 @dataclass(frozen=True)

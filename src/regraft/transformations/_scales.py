@@ -24,7 +24,7 @@ from regraft.core.vocabulary import (
     Weight,
     read,
 )
-from regraft.core.weights import Derivation, scaled, wider
+from regraft.core.weights import Derivation, scaled, underflows, wider
 
 _LAYERS = (LINEAR, CONV, TRANSPOSED_CONV)
 
@@ -128,6 +128,23 @@ def along(values: Tensor, weight: Tensor, behind: bool, transposed: bool, groups
     return values.reshape(groups, 1, each).expand(-1, rows, -1).reshape(weight.shape[0], each, *spatial)
 
 
+def small(weight: Weight, how: Scaled, scale: list[Weight], bias: Weight | None = None) -> str | None:
+    """None where the scaled weight is as precise as the weight is.
+
+    Args:
+        weight: The weight of the layer.
+        how: How it is scaled.
+        scale: The scale, where that is a weight.
+        bias: The bias that is scaled with it; None for none.
+    """
+    tensors = [one.tensor.detach() for one in scale]
+    shift = how.compute(bias.tensor.detach(), *tensors) if bias is not None and not how.transposed else None
+    if not underflows(weight.tensor, how.factors(weight.tensor, *tensors), how.groups, shift):
+        return None
+    dtype = str(weight.tensor.dtype).removeprefix("torch.")
+    return f"{weight.name} would lose precision below the normal numbers of {dtype}; fold in float32, or leave it"
+
+
 @dataclass(frozen=True)
 class Scaled(Derivation):
     """A weight or a bias times a scale, or divided by it.
@@ -147,12 +164,16 @@ class Scaled(Derivation):
     transposed: bool = False
 
     def compute(self, *sources: Tensor) -> Tensor:
-        first, dtype = sources[0], wider(sources[0].dtype)
+        return scaled(sources[0], self.factors(*sources))
+
+    def factors(self, first: Tensor, *scale: Tensor) -> Tensor:
+        """What the first source is multiplied with, one precision up, in a shape that broadcasts to it."""
+        dtype = wider(first.dtype)
         if self.number is not None:
-            scale = torch.tensor([self.number], dtype=dtype, device=first.device)
+            given = torch.tensor([self.number], dtype=dtype, device=first.device)
         else:
-            scale = sources[1].to(dtype).reshape(-1)
-        factors = scale.reciprocal() if self.divide else scale
+            given = scale[0].to(dtype).reshape(-1)
+        factors = given.reciprocal() if self.divide else given
         if factors.numel() == 1 or first.ndim == 1:
-            return scaled(first, factors.reshape(-1, *[1] * (first.ndim - 1)))
-        return scaled(first, along(factors, first, self.behind, self.transposed, self.groups))
+            return factors.reshape(-1, *[1] * (first.ndim - 1))
+        return along(factors, first, self.behind, self.transposed, self.groups)

@@ -25,7 +25,8 @@ class ChangeTrueDivToMulByInverse(Rewrite):
 
     `x / c = x * (1 / c)`, exact where `c` is a power of two and else within one rounding. Scores in attention are often
     scaled so. Refused are divisors that are zero or whose inverse leaves the normal numbers of the dtype, sizes, and
-    results that are rounded to integers, where one rounding can become a whole number.
+    results that are rounded or compared somewhere behind, where a last bit can become a whole step: by functions of
+    torch that make steps, and by functions and modules of which nothing is known.
 
     Example:
         >>> import torch, regraft as rg
@@ -84,7 +85,8 @@ def _number(value: Any) -> bool:
 
 def _dtype(call: Call) -> torch.dtype:
     value = value_of(call["input"])
-    return value.dtype if value is not None and value.dtype.is_floating_point else torch.get_default_dtype()
+    dtype = value.dtype.to_real() if value is not None else torch.get_default_dtype()
+    return dtype if dtype.is_floating_point else torch.get_default_dtype()
 
 
 def _trained(weight: Weight) -> bool:
@@ -118,6 +120,8 @@ def _invertible(call: Call, values: _Range | None) -> str | None:
         return f"{call.where}: the divisor is on the meta device, or empty, so its value is not known"
     if not values.dtype.is_floating_point:
         return f"{call.where}: the divisor is a tensor of {values.dtype}, whose quotient has another dtype"
-    limits = torch.finfo(values.dtype)
+    limits, quotient = torch.finfo(values.dtype), value_of(call.node)
+    if not values.exact and quotient is not None and limits.eps > torch.finfo(quotient.dtype).eps:
+        return f"{call.where}: the divisor is {values.dtype}, and its inverse coarser than a {quotient.dtype} quotient"
     normal = values.smallest > 0 and 1 / limits.max <= values.smallest and values.largest <= 1 / limits.tiny
     return that(normal, f"{call.where}: the divisor has no inverse among the normal {values.dtype} numbers")

@@ -10,11 +10,11 @@ from regraft.core.edit import Derived, Edit
 from regraft.core.pattern import Match
 from regraft.core.query import Facts, require, that
 from regraft.core.rewrite import Rewrite
-from regraft.core.vocabulary import DIVIDE, LAYER_NORM, RMS_NORM, TRANSPOSED_CONV
+from regraft.core.vocabulary import DIVIDE, LAYER_NORM, RMS_NORM, TRANSPOSED_CONV, Weight
 from regraft.core.weights import Same
 from regraft.transformations._module_for import place_of
 from regraft.transformations._norm_scale import fold_norm
-from regraft.transformations._scales import Scaled, Scales, Site, channels_of, per_channel, site_of
+from regraft.transformations._scales import Scaled, Scales, Site, channels_of, per_channel, site_of, small
 
 
 class FoldScale(Rewrite):
@@ -68,6 +68,7 @@ class FoldScale(Rewrite):
             facts.only_user(layer.node, node) if site.behind else None,
             facts.untouched(layer.node if site.behind else node),
             facts.unchanged(site.value, node, layer.node) if not site.behind else None,
+            facts.floating(site.value, weight.tensor.dtype) if not site.behind else None,
             _scale(site, facts),
         )
 
@@ -86,9 +87,7 @@ def _derived(site: Site) -> dict[str, Derived | None]:
     """The scaled weight; and the bias, where it is scaled too or has to be put into a module first."""
     weight, bias = site.layer.weight("weight"), site.layer.weight("bias")
     assert weight is not None
-    transposed = site.layer.operation is TRANSPOSED_CONV
-    how = Scaled(site.behind, site.scale.operation is DIVIDE, site.number, site.groups, transposed)
-    scale = [site.weight] if site.weight is not None else []
+    how, scale = _how(site)
     derived: dict[str, Derived | None] = {"weight": (how, [weight, *scale])}
     if bias is not None and site.behind:
         derived["bias"] = how, [bias, *scale]
@@ -97,8 +96,14 @@ def _derived(site: Site) -> dict[str, Derived | None]:
     return derived
 
 
+def _how(site: Site) -> tuple[Scaled, list[Weight]]:
+    transposed = site.layer.operation is TRANSPOSED_CONV
+    how = Scaled(site.behind, site.scale.operation is DIVIDE, site.number, site.groups, transposed)
+    return how, [site.weight] if site.weight is not None else []
+
+
 def _scale(site: Site, facts: Facts) -> str | None:
-    """The scale is per channel and constant, and the scaled weights stay finite."""
+    """The scale is per channel and constant, and the scaled weights stay finite and precise."""
     layer, given, weight = site.layer, site.weight, site.layer.weight("weight")
     assert weight is not None
     if given is not None:
@@ -117,4 +122,5 @@ def _scale(site: Site, facts: Facts) -> str | None:
     some = sizes.numel() and weight.tensor.numel()
     largest = float(sizes.max()) * float(weight.tensor.detach().abs().max()) if some else 0.0
     fits = bool((sizes > 0).all()) and math.isfinite(largest) and largest <= torch.finfo(weight.tensor.dtype).max
-    return that(fits, f"{site.scale.where} scales by zero, or beyond what {weight.tensor.dtype} holds")
+    beyond = that(fits, f"{site.scale.where} scales by zero, or beyond what {weight.tensor.dtype} holds")
+    return beyond or small(weight, *_how(site), site.layer.weight("bias") if site.behind else None)

@@ -52,7 +52,7 @@ class FuseGelu(Rewrite):
         """See `Rewrite.rewrite`."""
         assert isinstance(match, TreeMatch)
         x, cubic = match.values["x"], match.values.get("cubic")
-        require(facts.tensor(x))
+        require(facts.tensor(x), facts.floating(x))
         wanted = {"inside": math.sqrt(0.5) if cubic is None else math.sqrt(2 / math.pi), "cubic": 0.044715}
         require(
             *(_near(match, x, name, wanted[name]) for name in ("inside", "cubic") if name in match.values),

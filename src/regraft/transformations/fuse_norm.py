@@ -34,7 +34,7 @@ def _of_channels(value: Any) -> bool:
 
 def _inner_axis(dim: Any) -> bool:
     axes = dim if isinstance(dim, (list, tuple)) else [dim]
-    return len(axes) == 1 and (axes[0] == 1 or axes[0] < -1)
+    return len(axes) == 1 and axes[0] is not None and (axes[0] == 1 or axes[0] < -1)
 
 
 def _square_of(form: Form) -> Form:
@@ -101,7 +101,7 @@ class FuseNorm(Rewrite):
         weights = [node for node in (weight, bias) if node is not None]
         x, result, inner = ends(x, weights, match)
         centred = any(match.is_a(node, SUBTRACT) for node in inner)
-        require(facts.closed(inner, result), facts.unchanged(x, min(inner), result))
+        require(facts.closed(inner, result), facts.unchanged(x, min(inner), result), facts.floating(x))
         axes, shape = normalized(x, match.values["dim"])
         require(*(fits(node, axes, x) for node in weights), precise([*inner, result], x, match.where))
         require(

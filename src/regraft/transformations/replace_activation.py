@@ -58,6 +58,7 @@ class ReplaceActivation(Rewrite):
             that(isinstance(value, Node), f"{match.where} is not called on a tensor"),
             plain_module(match.where, module) if module is not None else None,
             facts.in_place(node),
+            facts.floating(value),
         )
 
         name = _name_of(replacement)
