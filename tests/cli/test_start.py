@@ -69,6 +69,8 @@ def test_a_reader_who_leaves_is_no_error() -> None:
         (["optimize", "zoo:net", "-o", "out.onnx"], "--output is"),
         (["show", "deep-copi"], "did you mean deep-copy?"),
         (["bench", "zoo:net", "--seconds", "0"], "has to be positive"),
+        (["explain", "zoo:conv", "-t", "zoo:ReturnsNothing"], "end it with `return graph_module`"),
+        (["optimize", "zoo:conv", "-t", "zoo:NoPattern"], "NoPattern has no pattern; say in the class"),
     ],
 )
 def test_wrong_words_get_one_line(regraft, words: list[str], said: str) -> None:

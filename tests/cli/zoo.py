@@ -84,3 +84,13 @@ class NegateLinear(rg.Rewrite):
 
         edit.replace(call.node, torch.neg, call.input)
         return "negated"
+
+
+class ReturnsNothing(rg.Transformation):
+    def transform(self, graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:  # type: ignore[return]
+        pass
+
+
+class NoPattern(rg.Rewrite):
+    def rewrite(self, match: rg.Match, edit: rg.Edit, facts: rg.Facts) -> str:
+        return "nothing"
