@@ -83,6 +83,41 @@ def test_wrong_words_get_one_line(regraft, words: list[str], said: str) -> None:
         assert len([line for line in done.err.splitlines() if line.startswith("regraft ")]) == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["optimize", "zoo:slow", "--report", "d.html"], "--report d.html/d.html"),
+        (["optimize", "zoo:slow", "-o", "d.html"], "--output d.html/d.html"),
+        (["bisect", "zoo:slow", "--script", "d.html"], "--script d.html/d.html"),
+        (["optimize", "zoo:slow", "--plots", "a.file"], "a.file is a file; name a folder: --plots a.file-folder"),
+        (["optimize", "zoo:slow", "--plots", "a.file/in/it"], "a.file is a file; name a folder: --plots a.file-folder"),
+        (["optimize", "zoo:slow", "--report", "/proc/x.html"], "--report /proc/x.html cannot be written"),
+        (["optimize", "zoo:slow", "-o", "/proc/x.pt2"], "--output /proc/x.pt2 cannot be written"),
+        (["bisect", "zoo:slow", "--script", "/proc/version"], "--script /proc/version cannot be written"),
+        (["optimize", "zoo:slow", "--plots", "/proc/plots"], "--plots /proc/plots cannot be written"),
+    ],
+)
+def test_what_cannot_be_written_is_said_before_the_work(regraft, tmp_path: Path, words: list[str], said: str) -> None:
+    (tmp_path / "d.html").mkdir()
+    (tmp_path / "a.file").write_text("kept")
+    done = regraft(*words)
+    assert (done.status, done.out) == (2, "")
+    assert said in done.err
+    assert done.err.count("\n") == 1
+    assert (tmp_path / "a.file").read_text() == "kept"
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a.file", "d.html"]
+
+
+@pytest.mark.parametrize(("option", "needs"), [("--report", "jinja2"), ("--plots", "matplotlib")])
+def test_a_missing_package_is_said_before_the_work(
+    regraft, monkeypatch: pytest.MonkeyPatch, option: str, needs: str
+) -> None:
+    monkeypatch.setitem(sys.modules, needs, None)
+    done = regraft("optimize", "zoo:slow", option, "out")
+    assert done.status == 2
+    assert done.err == f"regraft optimize: {option} needs the package {needs}: pip install 'regraft[report]'\n"
+
+
 def test_files_that_are_broken_get_one_line(regraft, tmp_path: Path) -> None:
     (tmp_path / "broken.pt2").write_bytes(b"nothing of the kind")
     (tmp_path / "broken.json").write_text("{")

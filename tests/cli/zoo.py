@@ -53,6 +53,10 @@ def breaks() -> nn.Module:
     raise RuntimeError("no luck\nin two lines")
 
 
+def slow() -> nn.Module:
+    raise AssertionError("the work has begun")
+
+
 def makes_text() -> str:
     return "text"
 

@@ -13,7 +13,8 @@ from torch.export import ExportedProgram
 import regraft as rg
 from regraft.cli.failure import Failure, first_line
 from regraft.cli.loading import converted, load_model
-from regraft.cli.preparing import Job, planned, prepared, print_json, writable
+from regraft.cli.preparing import Job, planned, prepared, print_json
+from regraft.cli.writing import file_for
 from regraft.report import text
 from regraft.verify import Culprit, compare_speed
 
@@ -35,7 +36,7 @@ def verify(arguments: argparse.Namespace) -> int:
 
 def bisect(arguments: argparse.Namespace) -> int:
     """Find the rewrite that breaks the result."""
-    script = writable(arguments.script)
+    script = file_for("--script", arguments.script)
     job = prepared(arguments)
     if arguments.dry_run:
         return planned(arguments, job, "bisect")

@@ -9,8 +9,9 @@ from pathlib import Path
 from regraft.cli.describing import versions
 from regraft.cli.failure import Failure
 from regraft.cli.loading import blamed
-from regraft.cli.preparing import Job, prepared, print_json, writable
+from regraft.cli.preparing import Job, prepared, print_json
 from regraft.cli.recipe import Recipe
+from regraft.cli.writing import file_for, folder_for
 from regraft.optimize import Optimized, StepResult
 from regraft.optimize import optimize as optimized
 from regraft.report import text
@@ -18,7 +19,9 @@ from regraft.report import text
 
 def optimize(arguments: argparse.Namespace) -> int:
     """Optimize a model; exit code 1 where the result does not verify."""
-    output, page = writable(arguments.output), writable(arguments.report)
+    output = file_for("--output", arguments.output)
+    page = file_for("--report", arguments.report, needs="jinja2")
+    plots = folder_for("--plots", arguments.plots, needs="matplotlib")
     if output is not None and output.suffix != ".pt2":
         raise Failure(f"--output is a .pt2 file, and not {output.name}")
     job = prepared(arguments)
@@ -35,7 +38,7 @@ def optimize(arguments: argparse.Namespace) -> int:
         engine=recipe.engine,
         seconds=recipe.seconds,
     )
-    files = _write(arguments, job, result, output, page)
+    files = _write(job, result, output, page, plots)
     if arguments.json:
         print_json({**result.to_dict(), "files": files, "notes": [*job.notes, *result.notes]})
     else:
@@ -60,7 +63,7 @@ def _rehearsed(arguments: argparse.Namespace, job: Job) -> int:
 
 
 def _write(
-    arguments: argparse.Namespace, job: Job, result: Optimized, output: Path | None, page: Path | None
+    job: Job, result: Optimized, output: Path | None, page: Path | None, plots: Path | None
 ) -> dict[str, str]:
     files = {}
     if output is not None and _right(result):  # a model that is wrong is not written
@@ -74,10 +77,10 @@ def _write(
         files["recipe"] = str(path)
     if page is not None:
         files["report"] = str(result.report(page))
-    if arguments.plots is not None:
+    if plots is not None:
         from regraft.report import plot
 
-        files["plots"] = ", ".join(map(str, plot.write(result, arguments.plots)))
+        files["plots"] = ", ".join(map(str, plot.write(result, plots)))
     return files
 
 

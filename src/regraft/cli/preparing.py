@@ -11,7 +11,6 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -168,22 +167,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
-
-
-def writable(path: str | None) -> Path | None:
-    """A file to be written, whose folder is there: asked before the work, not after it.
-
-    Args:
-        path: of the file, or None.
-
-    Raises:
-        Failure: there is no such folder.
-    """
-    if path is None:
-        return None
-    if not Path(path).absolute().parent.is_dir():
-        raise Failure(f"there is no folder {Path(path).parent} to write {Path(path).name} into")
-    return Path(path)
 
 
 def _described(value: Any) -> str:
