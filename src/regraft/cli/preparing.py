@@ -94,8 +94,7 @@ def prepared(arguments: argparse.Namespace) -> Job:
     recipe = Recipe.of(arguments)
     if not recipe.model:
         raise Failure("name a model: package.module:factory, a transformers folder or a .pt2 file")
-    if recipe.seconds <= 0:
-        raise Failure(f"seconds is {recipe.seconds}, but has to be positive")
+    _expect_numbers(recipe)
     # Before the model is loaded, which may take long.
     if recipe.transformations is None:
         recipe = dataclasses.replace(recipe, transformations=preset(recipe.preset))
@@ -107,6 +106,13 @@ def prepared(arguments: argparse.Namespace) -> Job:
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     return Job(recipe, model, inputs, transformations, notes)
+
+
+def _expect_numbers(recipe: Recipe) -> None:
+    if not 0 < recipe.seconds < math.inf:  # neither holds of NaN
+        raise Failure(f"seconds is {recipe.seconds}, but has to be positive and finite: --seconds 0.5")
+    if not -(2**63) <= recipe.seed < 2**64:
+        raise Failure(f"seed is {recipe.seed}, but torch takes whole numbers of 64 bits: --seed 0")
 
 
 def captured(model: Model, inputs: Inputs, recipe: Recipe) -> torch.fx.GraphModule:
