@@ -29,7 +29,8 @@ def test_help_answers_at_once_without_torch(command: str) -> None:
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith("BARE")
-    assert "exit codes" in done.stdout
+    for code in ("exit codes: 0 all", "1 a check", "2 the command", "3 a fault of regraft"):
+        assert code in done.stdout
     assert seconds < 0.2
 
 
@@ -86,6 +87,65 @@ def test_wrong_words_get_one_line(regraft, words: list[str], said: str) -> None:
         assert len([line for line in done.err.splitlines() if line.startswith("regraft ")]) == 1
 
 
+NET = '--inputs zoo:{} does not fit Sequential.forward(input): {}; let it give {{"input": ...}}: --inputs zoo:{}\n'
+
+
+@pytest.mark.parametrize("command", ["explain", "optimize", "verify", "bisect", "bench", "diff", "verify zoo:net"])
+@pytest.mark.parametrize(
+    ("inputs", "why"),
+    [
+        ("misspelt", "missing a required argument: 'input'; did you mean input?"),
+        ("one_more", "got an unexpected keyword argument 'more'"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_told_those_that_do(regraft, command: str, inputs: str, why: str) -> None:
+    name, *candidate = command.split()
+    done = regraft(name, "zoo:net", *candidate, "--inputs", f"zoo:{inputs}")
+    assert (done.status, done.out) == (2, "")
+    assert done.err == f"regraft {name}: {NET.format(inputs, why, inputs)}"
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (
+            "many",
+            "Many.forward(ids, mask=None, a=None, b=None, c=None, d=None, ...): missing a required argument: 'ids'",
+        ),
+        ("many", 'let it give {"ids": ...}: --inputs zoo:misspelt'),
+        ("rows", 'let it give {"args": [...]}: --inputs zoo:misspelt'),
+        ("instance", 'let it give {"first": ..., "second": ...}: --inputs zoo:misspelt'),
+    ],
+)
+def test_the_inputs_that_fit_are_shown_in_the_forwards_own_names(regraft, model: str, said: str) -> None:
+    assert said in regraft("explain", f"zoo:{model}", "--inputs", "zoo:misspelt").err
+
+
+@pytest.mark.parametrize("command", ["explain", "optimize", "verify", "bisect", "bench", "diff", "verify zoo:net"])
+def test_a_model_that_fails_on_its_inputs_is_not_a_fault_of_regraft(regraft, command: str) -> None:
+    name, *candidate = command.split()
+    done = regraft(name, "zoo:net", *candidate, "--inputs", "zoo:wide")
+    assert (done.status, done.out) == (2, "")
+    start = f"regraft {name}: the model itself fails on --inputs zoo:wide, which gives args[0] 2x5x7: RuntimeError: mat"
+    assert done.err.startswith(start)
+    assert done.err.endswith("give an example of a call that it runs: --inputs FILE\n")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_forward_without_a_signature_is_just_called(regraft) -> None:
+    assert regraft("verify", "zoo:traced", "zoo:net", "--inputs", "zoo:x").status == 0
+    assert "the model itself fails" in regraft("verify", "zoo:traced", "zoo:net", "--inputs", "zoo:wide").err
+
+
+def test_a_candidate_that_does_not_take_the_inputs(regraft) -> None:
+    done = regraft("bench", "zoo:net", "zoo:instance", "--inputs", "zoo:x")
+    assert done.status == 2
+    assert "the candidate fails on --inputs zoo:x: TypeError" in done.err
+    done = regraft("diff", "zoo:net", "zoo:instance", "--inputs", "zoo:x")
+    assert done.status == 2
+    assert "--inputs zoo:x does not fit Two.forward(first, second): missing" in done.err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -138,11 +198,13 @@ def test_files_that_are_broken_get_one_line(regraft, tmp_path: Path) -> None:
     assert "broken.json cannot be read" in done.err
 
 
-def test_traceback_shows_the_whole_error(regraft) -> None:
-    from regraft.cli.failure import Failure
-
-    with pytest.raises(Failure):
-        regraft("explain", "zoo:breaks", "--traceback")
+@pytest.mark.parametrize(
+    "words", [["zoo:breaks"], ["zoo:net", "--inputs", "zoo:wide"], ["zoo:conv", "-t", "zoo:NoPattern"]]
+)
+def test_traceback_shows_the_whole_error_and_is_the_same_exit_code(regraft, words: list[str]) -> None:
+    done = regraft("explain", *words, "--traceback")
+    assert done.status == 2
+    assert done.err.startswith("Traceback")
 
 
 def test_a_fault_of_regraft_is_not_a_failed_check(regraft, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,37 @@ def x() -> torch.Tensor:
     return torch.randn(2, 5, 4)
 
 
+def wide() -> torch.Tensor:
+    return torch.randn(2, 5, 7)
+
+
+def misspelt() -> dict[str, torch.Tensor]:
+    return {"inputt": torch.randn(2, 5, 4)}
+
+
+def one_more() -> dict[str, torch.Tensor]:
+    return {"input": torch.randn(2, 5, 4), "more": torch.randn(2, 5, 4)}
+
+
+class Many(nn.Module):
+    """Called as models of transformers are: by name, with twenty that have defaults."""
+
+    def forward(self, ids: torch.Tensor, mask=None, a=None, b=None, c=None, d=None, e=None) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        return ids
+
+
+class Rows(nn.Module):
+    def forward(self, *rows: torch.Tensor) -> torch.Tensor:
+        return torch.stack(rows)
+
+
+many, rows = Many(), Rows()
+
+
+def traced() -> nn.Module:
+    return torch.jit.trace(net().eval(), x())
+
+
 class NegateLinear(rg.Rewrite):
     """Put a negation in the place of a linear layer: wrong, though it claims to preserve the computation.
 

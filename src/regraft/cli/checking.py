@@ -12,7 +12,8 @@ from torch.export import ExportedProgram
 
 import regraft as rg
 from regraft.cli.failure import Failure, first_line
-from regraft.cli.loading import converted, load_model
+from regraft.cli.fitting import origin
+from regraft.cli.loading import blamed, converted, load_model
 from regraft.cli.preparing import Job, planned, prepared, print_json
 from regraft.cli.writing import file_for
 from regraft.report import text
@@ -73,6 +74,8 @@ def bench(arguments: argparse.Namespace) -> int:
     args, kwargs = job.inputs
     reference, candidate = job.reference, _candidate(job, arguments.candidate)
     reference(*args, **kwargs)
+    with blamed(f"the candidate fails on {origin(job.recipe.inputs)}"):
+        candidate(*args, **kwargs)
     with text.working("measuring"):
         result = compare_speed(
             lambda: reference(*args, **kwargs), lambda: candidate(*args, **kwargs), min_seconds=job.recipe.seconds

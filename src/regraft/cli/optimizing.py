@@ -62,9 +62,7 @@ def _rehearsed(arguments: argparse.Namespace, job: Job) -> int:
     return 0
 
 
-def _write(
-    job: Job, result: Optimized, output: Path | None, page: Path | None, plots: Path | None
-) -> dict[str, str]:
+def _write(job: Job, result: Optimized, output: Path | None, page: Path | None, plots: Path | None) -> dict[str, str]:
     files = {}
     if output is not None and _right(result):  # a model that is wrong is not written
         with blamed(f"the result cannot be saved to {output}"):

@@ -20,6 +20,7 @@ import regraft as rg
 from regraft.capture import transformers_adapter
 from regraft.cli.choosing import chosen, preset
 from regraft.cli.failure import Failure
+from regraft.cli.fitting import expect_fit, failing
 from regraft.cli.inputs import Inputs, converted_inputs, make_inputs
 from regraft.cli.loading import Model, converted, load_model
 from regraft.cli.recipe import Recipe
@@ -49,6 +50,10 @@ class Job:
     def reference(self) -> Callable[..., Any]:
         """The model as something to call."""
         return self.model.module() if isinstance(self.model, ExportedProgram) else self.model
+
+    def fault(self) -> str | None:
+        """Why the model itself cannot be called with the inputs; None where it can, and an error is somebody else's."""
+        return failing(self.reference, self.inputs, self.recipe.inputs)
 
     def graph(self) -> torch.fx.GraphModule:
         """The model's graph, which may be rewritten: it is not the model."""
@@ -105,7 +110,11 @@ def prepared(arguments: argparse.Namespace) -> Job:
         inputs = converted_inputs(make_inputs(model, recipe.inputs, recipe.seed), recipe.dtype, recipe.device)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    return Job(recipe, model, inputs, transformations, notes)
+    if not isinstance(model, ExportedProgram):
+        expect_fit(model, inputs, recipe.inputs)
+    job = Job(recipe, model, inputs, transformations, notes)
+    arguments.job = job  # `main` asks it whose fault an error is
+    return job
 
 
 def _expect_numbers(recipe: Recipe) -> None:
@@ -126,6 +135,8 @@ def captured(model: Model, inputs: Inputs, recipe: Recipe) -> torch.fx.GraphModu
     Raises:
         CaptureError: it cannot be captured.
     """
+    # It logs the stack of an operation that fails, whose error is told.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     with text.working("capturing the model"):
         if isinstance(model, ExportedProgram):
             return rg.lift(model)
