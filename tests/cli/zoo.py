@@ -100,6 +100,17 @@ def traced() -> nn.Module:
     return torch.jit.trace(net().eval(), x())
 
 
+CHEAPER = {nn.GELU: nn.ReLU}
+
+
+def gelu() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.GELU())
+
+
+class Undocumented(rg.ReplaceActivation):
+    pass
+
+
 class NegateLinear(rg.Rewrite):
     """Put a negation in the place of a linear layer: wrong, though it claims to preserve the computation.
 
