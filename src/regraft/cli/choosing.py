@@ -137,4 +137,5 @@ def preset(name: str) -> tuple[Choice, ...]:
     Args:
         name: of the preset.
     """
-    return tuple(Choice(command_line_name(type(part)), {}) for part in presets.resolve(name))
+    parts = [type(part) for part in presets.resolve(name)]
+    return tuple(Choice(command_line_name(cls), presets.SETTINGS.get(cls.__name__, {})) for cls in parts)

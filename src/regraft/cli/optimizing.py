@@ -6,6 +6,9 @@ import argparse
 import dataclasses
 from pathlib import Path
 
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+
 from regraft.cli.describing import versions
 from regraft.cli.failure import Failure
 from regraft.cli.loading import blamed
@@ -14,6 +17,7 @@ from regraft.cli.recipe import Recipe
 from regraft.cli.writing import file_for, folder_for
 from regraft.optimize import Optimized, StepResult
 from regraft.optimize import optimize as optimized
+from regraft.optimize.engines.choosing import expect_installed
 from regraft.report import text
 
 
@@ -25,6 +29,7 @@ def optimize(arguments: argparse.Namespace) -> int:
     if output is not None and output.suffix != ".pt2":
         raise Failure(f"--output is a .pt2 file, and not {output.name}")
     job = prepared(arguments)
+    _expect_engine(job)
     if arguments.dry_run:
         return _rehearsed(arguments, job)
     recipe = job.recipe
@@ -46,6 +51,19 @@ def optimize(arguments: argparse.Namespace) -> int:
         for what, name in files.items():
             text.show(f"{what}: {name}")
     return 0 if _right(result) else 1
+
+
+def _expect_engine(job: Job) -> None:
+    engine, model = job.recipe.engine, job.model
+    try:
+        expect_installed(engine)
+    except ImportError as error:
+        raise Failure(str(error)) from error
+    if engine not in ("torch", "eager") and isinstance(model, (GraphModule, ExportedProgram)):
+        raise Failure(
+            f"--engine {engine} runs in the drop-in of a module, and {job.recipe.model} is of the type "
+            f"{type(model).__name__}; name the model that it was made from, or: --engine torch"
+        )
 
 
 def _right(result: Optimized) -> bool:
