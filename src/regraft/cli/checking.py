@@ -84,7 +84,7 @@ def bench(arguments: argparse.Namespace) -> int:
         print_json({**result.to_dict(), "threads": torch.get_num_threads(), "model": job.recipe.model})
     else:
         text.show(text.comparison(result))
-    return 1 if arguments.max_ratio is not None and result.high > arguments.max_ratio else 0
+    return 1 if arguments.max_ratio is not None and not result.high <= arguments.max_ratio else 0
 
 
 def _candidate(job: Job, spec: str | None) -> Callable[..., Any]:
