@@ -13,6 +13,7 @@ from regraft.core.errors import (
     Refused,
     RegraftError,
     ReversalConflict,
+    TransformationError,
     VerificationError,
 )
 from regraft.core.history import forget, history, undo
@@ -97,6 +98,7 @@ __all__ = [
     "StepResult",
     "SumConvs",
     "Transformation",
+    "TransformationError",
     "Verification",
     "VerificationError",
     "bisect",

@@ -36,6 +36,15 @@ def test_show_tells_the_options_of_a_class_of_ones_own(regraft) -> None:
     assert regraft("show", "zoo:NegateLinear", "--json").json["options"] == {"only": None}
 
 
+def test_show_tells_no_docstring_but_the_classs_own(regraft) -> None:
+    done = regraft("show", "zoo:Undocumented", "--json")
+    assert (done.json["docstring"], done.json["summary"]) == (None, "")
+    out = regraft("show", "zoo:Undocumented").out
+    assert "no docstring" in out
+    assert "Replace activations" not in out
+    assert regraft("show", "zoo:NegateLinear", "--json").json["docstring"].startswith("Put a negation in the place")
+
+
 def test_env_tells_the_versions(regraft) -> None:
     assert regraft("env", "--json").json["torch"] == torch.__version__
     assert torch.__version__ in regraft("env").out
@@ -83,6 +92,7 @@ def test_bench_gives_a_ratio(regraft) -> None:
     assert done.status == 0
     assert done.json["low"] <= done.json["ratio"] <= done.json["high"]
     assert regraft(*words, "--max-ratio", "0.0001").status == 1
+    assert regraft(*words, "--max-ratio", "nan").status == 1  # no ratio is at most that
 
 
 def test_diff_shows_the_nodes(regraft) -> None:

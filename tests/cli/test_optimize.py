@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 import torch
+import zoo
+
+from regraft.cli.choosing import chosen as made_of
+from regraft.cli.recipe import Choice
+from regraft.optimize import presets
 
 X = ("--inputs", "zoo:x")
 QUICK = ("--seconds", "0.02")
@@ -50,6 +57,24 @@ def test_a_wrong_rewrite_is_taken_back(regraft) -> None:
     assert "taken back" in done.out
     unverified = regraft("optimize", "zoo:net", *X, *QUICK, "--keep", "all", "-t", wrong, "--no-verify")
     assert "kept" in unverified.out
+
+
+def test_an_engine_that_is_missing_or_does_not_fit_is_one_line(regraft, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.export.save(torch.export.export(zoo.conv().eval(), (torch.randn(2, 3, 8, 8),)), "conv.pt2")
+    done = regraft("optimize", "conv.pt2", "--engine", "inductor")
+    assert done.status == 2
+    assert done.err.endswith("of the type ExportedProgram; name the model that it was made from, or: --engine torch\n")
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    done = regraft("optimize", "zoo:conv", "--engine", "openvino")
+    assert done.status == 2
+    assert done.err == "regraft optimize: engine='openvino' needs openvino: pip install 'regraft[openvino]'\n"
+
+
+def test_a_preset_is_what_the_library_has_under_its_name(regraft) -> None:
+    for name in presets.PRESETS:
+        plan = regraft("explain", "zoo:conv", "--preset", name, "--dry-run", "--json").json
+        chosen = made_of(tuple(Choice(c.pop("name"), c) for c in plan["transformations"]))
+        assert [one.signature for one in chosen] == [one.signature for one in presets.resolve(name)]
 
 
 def test_a_dry_run_says_what_would_be_done(regraft, tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ def test_any_option_survives(tmp_path: Path, value: object) -> None:
         ("transformation = []", "unknown key 'transformation'; did you mean transformations?"),
         ("seed = '3'", "seed is a whole number"),
         ("seed = true", "seed is a whole number"),
+        ("seed = 99999999999999999999", "takes whole numbers of 64 bits"),
+        ("seconds = nan", "seconds is nan"),
         ("keep = 'some'", "keep is one of measured, all"),
         ("dtype = 'float8'", "dtype is one of"),
         ("transformations = [3]", 'is "name" or'),
@@ -84,6 +86,30 @@ def test_the_command_line_has_the_last_word(regraft, tmp_path: Path) -> None:
     assert plan["transformations"] == [{"name": "deep-copy"}]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "torch.bfloat16", "float16", "torch.float16"])
+def test_a_type_of_torch_is_named(regraft, tmp_path: Path, dtype: str) -> None:
+    sentence = f"weights in {dtype.removeprefix('torch.')}"
+    words = ("explain", "zoo:net", "--inputs", "zoo:x")
+    assert sentence in regraft(*words, "-t", f"reduce-precision:dtype={dtype}").out
+    (tmp_path / "r.toml").write_text(f'transformations = [{{ name = "reduce-precision", dtype = "{dtype}" }}]')
+    assert sentence in regraft(*words, "--recipe", "r.toml").out
+
+
+def test_what_has_no_textual_form_is_named_and_the_recipe_names_it_again(regraft) -> None:
+    words = ("--keep", "all", "--seconds", "0.02", "--no-verify", "--report", "page.html", "--json")
+    chosen = ("-t", "replace-activation:mapping=zoo:CHEAPER", "-t", "reduce-precision:dtype=float16")
+    first = regraft("optimize", "zoo:gelu", *chosen, *words)
+    assert [step["applied"] for step in first.json["steps"]] == [1, 2]
+    assert first.json["steps"][0]["sites"][0]["sentence"] == "GELU became ReLU"
+    assert tomllib.loads(Path("page.recipe.toml").read_text())["transformations"] == [
+        {"name": "replace-activation", "mapping": "zoo:CHEAPER"},
+        {"name": "reduce-precision", "dtype": "float16"},
+    ]
+    again = regraft("explain", "--recipe", "page.recipe.toml", "--json")
+    sentences = [site["sentence"] for site in again.json["sites"]]
+    assert sentences == ["GELU became ReLU", "weights in float16", "computed in float16"]
+
+
 @pytest.mark.parametrize(
     ("words", "choice"),
     [
@@ -94,6 +120,11 @@ def test_the_command_line_has_the_last_word(regraft, tmp_path: Path) -> None:
             "a.b:C:n=3,s=word,l=[1, 2],f=0.5,b=true",
             Choice("a.b:C", {"n": 3, "s": "word", "l": [1, 2], "f": 0.5, "b": True}),
         ),
+        ("x:b=False,c=True", Choice("x", {"b": False, "c": True})),
+        ('x:m=a.b:C,k=["d:e"]', Choice("x", {"m": "a.b:C", "k": ["d:e"]})),
+        ("a.b:C:m=a.b:D", Choice("a.b:C", {"m": "a.b:D"})),
+        ("merge-linears:", Choice("merge-linears:", {})),
+        ("merge-linears:=3", Choice("merge-linears:=3", {})),
     ],
 )
 def test_options_on_the_command_line(words: str, choice: Choice) -> None:

@@ -53,6 +53,10 @@ def breaks() -> nn.Module:
     raise RuntimeError("no luck\nin two lines")
 
 
+def slow() -> nn.Module:
+    raise AssertionError("the work has begun")
+
+
 def makes_text() -> str:
     return "text"
 
@@ -63,6 +67,48 @@ def needs(width: int) -> nn.Module:
 
 def x() -> torch.Tensor:
     return torch.randn(2, 5, 4)
+
+
+def wide() -> torch.Tensor:
+    return torch.randn(2, 5, 7)
+
+
+def misspelt() -> dict[str, torch.Tensor]:
+    return {"inputt": torch.randn(2, 5, 4)}
+
+
+def one_more() -> dict[str, torch.Tensor]:
+    return {"input": torch.randn(2, 5, 4), "more": torch.randn(2, 5, 4)}
+
+
+class Many(nn.Module):
+    """Called as models of transformers are: by name, with twenty that have defaults."""
+
+    def forward(self, ids: torch.Tensor, mask=None, a=None, b=None, c=None, d=None, e=None) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        return ids
+
+
+class Rows(nn.Module):
+    def forward(self, *rows: torch.Tensor) -> torch.Tensor:
+        return torch.stack(rows)
+
+
+many, rows = Many(), Rows()
+
+
+def traced() -> nn.Module:
+    return torch.jit.trace(net().eval(), x())
+
+
+CHEAPER = {nn.GELU: nn.ReLU}
+
+
+def gelu() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.GELU())
+
+
+class Undocumented(rg.ReplaceActivation):
+    pass
 
 
 class NegateLinear(rg.Rewrite):
@@ -84,3 +130,13 @@ class NegateLinear(rg.Rewrite):
 
         edit.replace(call.node, torch.neg, call.input)
         return "negated"
+
+
+class ReturnsNothing(rg.Transformation):
+    def transform(self, graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:  # type: ignore[return]
+        pass
+
+
+class NoPattern(rg.Rewrite):
+    def rewrite(self, match: rg.Match, edit: rg.Edit, facts: rg.Facts) -> str:
+        return "nothing"

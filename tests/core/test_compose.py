@@ -195,3 +195,12 @@ def test_options_go_to_the_parts():
     gm = capture(Wrap(lambda self, x: x + 1), (X,), "fx")
     with pytest.raises(rg.NothingApplied):
         rg.compose(rg.MergeLinears())(gm, strict=True)
+
+
+def test_it_shows_its_parts():
+    parts = (rg.MergeLinears(), rg.RemoveDeadWork(largest_constant=3))
+    t = rg.compose(*parts, rg.compose(rg.FuseNorm(), inplace=False))
+    shown = "compose(MergeLinears(), RemoveDeadWork(largest_constant=3), compose(FuseNorm(), inplace=False))"
+    assert repr(t) == shown
+    assert t.explain(capture(net(), (X,), "fx")).title == shown
+    assert repr(rg.compose()) == "compose()"

@@ -12,6 +12,7 @@ from torch import nn
 
 import regraft as rg
 from helpers import FORMS, Wrap, assert_same, capture, copies, picture, randomise, values_of
+from regraft.core.vocabulary import LINEAR, MULTIPLY
 
 
 class ChangeMulToAdd(rg.Transformation):
@@ -151,9 +152,59 @@ def test_the_guides_composition(form):
 def test_forgetting_to_return_is_said_at_once_and_nothing_is_changed():
     gm = capture(product(), (X,), "fx")
     before = picture(gm)
-    with pytest.raises(TypeError, match=r"Forgets.transform returned NoneType.*end it with `return graph_module`"):
+    said = r"Forgets.transform returned NoneType.*end it with `return graph_module`"
+    with pytest.raises(rg.TransformationError, match=said):
         Forgets()(gm)
     assert_same(before, picture(gm))
+
+
+class NoPattern(rg.Rewrite):
+    def rewrite(self, match, edit, facts):
+        return "nothing"
+
+
+class NotAPattern(NoPattern):
+    pattern = LINEAR
+
+
+class SaysNothing(rg.Rewrite):
+    pattern = rg.Calls(MULTIPLY)
+
+    def rewrite(self, match, edit, facts):
+        edit.replace(match.call.node, operator.add, *match.call.node.args)
+
+
+@pytest.mark.parametrize(
+    ("rewrite", "said"),
+    [
+        (NoPattern, r"NoPattern has no pattern; .*pattern = regraft.Calls\(LINEAR\)"),
+        (NotAPattern, r"NotAPattern has the pattern .*, which is none; .*pattern = regraft.Calls\(LINEAR\)"),
+        (SaysNothing, r"SaysNothing.rewrite returned NoneType.*end it with `return"),
+    ],
+)
+def test_a_rewrite_that_lacks_something_is_told_what_and_changes_nothing(rewrite, said):
+    gm = capture(product(), (X,), "fx")
+    before = picture(gm)
+    for use in (rewrite().explain, rewrite()):
+        with pytest.raises(rg.TransformationError, match=said):
+            use(gm)
+        assert_same(before, picture(gm))
+
+
+def test_a_pattern_may_be_set_late_and_an_error_of_its_own_stays_what_it_is():
+    class Late(NoPattern):
+        def __init__(self):
+            self.pattern = rg.Calls(LINEAR)
+
+    class Fails(NoPattern):
+        @property
+        def pattern(self):
+            return self.nothing
+
+    gm = capture(product(), (X,), "fx")
+    assert Late().explain(gm).applied == 1
+    with pytest.raises(AttributeError, match="nothing"):
+        Fails().explain(gm)
 
 
 @pytest.mark.parametrize("given", [nn.Linear(2, 2), None, "gm"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import math
 import operator
 import re
 import sys
@@ -698,6 +699,8 @@ def test_convolutions_are_merged_where_that_is_asked_for(preset: str) -> None:
         (lambda: run(heads(), (image(),), engine="tvm"), ValueError, "engine='tvm', but takes one of 'torch'"),
         (lambda: run(torch.fx.symbolic_trace(nn.ReLU()), (image(),), engine="auto"), ValueError, "engine='auto' needs"),
         (lambda: run(heads(), (image(),), seconds=0), ValueError, "seconds=0"),
+        (lambda: run(heads(), (image(),), seconds=math.nan), ValueError, "seconds=nan, .* as in seconds=0.5"),
+        (lambda: run(heads(), (image(),), seconds=math.inf), ValueError, "seconds=inf"),
         (lambda: run(heads(), (image(),), transformations="quick"), ValueError, "no preset .exact"),
         (lambda: run(heads(), (image(),), transformations=rg.MergeLinears), TypeError, r"MergeLinears\(\)"),
         (lambda: run(heads(), (image(),), transformations=[3]), TypeError, "transformations is a int"),

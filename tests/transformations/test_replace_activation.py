@@ -40,6 +40,12 @@ CASES: dict[str, tuple[Any, Any, Any, Any]] = {
 }
 
 
+@pytest.mark.parametrize("mapping", ["gelu", 3, {nn.GELU: "relu"}, {"gelu": nn.ReLU}, {nn.GELU: None}])
+def test_a_mapping_of_something_else_is_refused(mapping: Any) -> None:
+    with pytest.raises(TypeError, match=r"ReplaceActivation\(\{torch.nn.GELU: torch.nn.ReLU\}\)"):
+        rg.ReplaceActivation(mapping)
+
+
 @pytest.mark.parametrize("form", ["fx", "trace"])
 @pytest.mark.parametrize("name", CASES)
 def test_applied(name: str, form: str) -> None:

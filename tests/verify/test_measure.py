@@ -308,6 +308,8 @@ def test_gradients_are_off_unless_asked_for() -> None:
         compare_speed(lambda: None, 3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="min_seconds"):
         compare_speed(lambda: None, lambda: None, min_seconds=0)
+    with pytest.raises(ValueError, match="min_seconds is nan"):
+        compare_speed(lambda: None, lambda: None, min_seconds=math.nan)
 
 
 @pytest.mark.parametrize(("noise", "longest"), [(0.01, 0.6), (0.9, 1.2)])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from regraft.cli.failure import Failure
@@ -21,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0 where all went well, 1 where a check failed, 2 where the command, a file or the model cannot be used; 3 and a
-        traceback where regraft itself failed.
+        traceback where regraft itself failed, or a transformation of the user's.
     """
     # Only now, when there is something to do, is the command's own module loaded, and torch with it.
     arguments = parser().parse_args(argv)
@@ -31,26 +33,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except Failure as failure:
-        if arguments.traceback:
-            raise
-        print(f"regraft {arguments.command}: {failure}", file=sys.stderr)
-        return USAGE
+        return _told(arguments, failure, failure)
     except BrokenPipeError:  # `regraft list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:
-        return _unforeseen(arguments.command, error, arguments.traceback)
+        return _unforeseen(arguments, error)
 
 
-def _unforeseen(command: str, error: Exception, traceback: bool) -> int:
+def _told(arguments: argparse.Namespace, sentence: object, error: Exception) -> int:
+    if arguments.traceback:
+        traceback.print_exception(error)
+    else:
+        print(f"regraft {arguments.command}: {sentence}", file=sys.stderr)
+    return USAGE
+
+
+def _unforeseen(arguments: argparse.Namespace, error: Exception) -> int:
     from regraft.core.errors import RegraftError
 
-    if isinstance(error, RegraftError) and not traceback:
-        print(f"regraft {command}: {error}", file=sys.stderr)
-        return USAGE
-    import traceback as tracebacks
-
-    tracebacks.print_exception(error)
+    # The model is asked only now: a call of it may take long, and where all goes well it says nothing.
+    job = getattr(arguments, "job", None)
+    fault = job.fault() if job is not None else None
+    if fault is not None or isinstance(error, RegraftError):
+        return _told(arguments, fault or error, error)
+    traceback.print_exception(error)
     return CRASHED

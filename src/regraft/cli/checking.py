@@ -12,8 +12,10 @@ from torch.export import ExportedProgram
 
 import regraft as rg
 from regraft.cli.failure import Failure, first_line
-from regraft.cli.loading import converted, load_model
-from regraft.cli.preparing import Job, planned, prepared, print_json, writable
+from regraft.cli.fitting import origin
+from regraft.cli.loading import blamed, converted, load_model
+from regraft.cli.preparing import Job, planned, prepared, print_json
+from regraft.cli.writing import file_for
 from regraft.report import text
 from regraft.verify import Culprit, compare_speed
 
@@ -35,7 +37,7 @@ def verify(arguments: argparse.Namespace) -> int:
 
 def bisect(arguments: argparse.Namespace) -> int:
     """Find the rewrite that breaks the result."""
-    script = writable(arguments.script)
+    script = file_for("--script", arguments.script)
     job = prepared(arguments)
     if arguments.dry_run:
         return planned(arguments, job, "bisect")
@@ -72,6 +74,8 @@ def bench(arguments: argparse.Namespace) -> int:
     args, kwargs = job.inputs
     reference, candidate = job.reference, _candidate(job, arguments.candidate)
     reference(*args, **kwargs)
+    with blamed(f"the candidate fails on {origin(job.recipe.inputs)}"):
+        candidate(*args, **kwargs)
     with text.working("measuring"):
         result = compare_speed(
             lambda: reference(*args, **kwargs), lambda: candidate(*args, **kwargs), min_seconds=job.recipe.seconds
@@ -80,7 +84,7 @@ def bench(arguments: argparse.Namespace) -> int:
         print_json({**result.to_dict(), "threads": torch.get_num_threads(), "model": job.recipe.model})
     else:
         text.show(text.comparison(result))
-    return 1 if arguments.max_ratio is not None and result.high > arguments.max_ratio else 0
+    return 1 if arguments.max_ratio is not None and not result.high <= arguments.max_ratio else 0
 
 
 def _candidate(job: Job, spec: str | None) -> Callable[..., Any]:

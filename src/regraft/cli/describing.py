@@ -34,9 +34,9 @@ def show(arguments: argparse.Namespace) -> int:
     cls = class_named(arguments.name)
     described = _described(command_line_name(cls), cls)
     if arguments.json:
-        print_json({**described, "docstring": inspect.getdoc(cls)})
+        print_json({**described, "docstring": _docstring(cls)})
         return 0
-    text.show(f"{described['name']} ({cls.__module__}.{cls.__name__})\n\n{inspect.getdoc(cls) or 'no docstring'}\n")
+    text.show(f"{described['name']} ({cls.__module__}.{cls.__name__})\n\n{_docstring(cls) or 'no docstring'}\n")
     facts = (
         ("preserves the computation", "yes" if described["preserves_computation"] else "no"),
         ("can be taken back", "yes" if described["reversible"] else "by undo only"),
@@ -46,12 +46,17 @@ def show(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _docstring(cls: type) -> str | None:
+    """Its own: `inspect.getdoc` would take that of `Rewrite` where it has none."""
+    return inspect.cleandoc(cls.__doc__) if cls.__doc__ else None
+
+
 def _described(name: str, cls: type[Transformation]) -> dict[str, Any]:
     options = {n: None if p.default is p.empty else repr(p.default) for n, p in parameters(cls).items()}
     return {
         "name": name,
         "class": f"{cls.__module__}.{cls.__name__}",
-        "summary": " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split()),
+        "summary": " ".join((_docstring(cls) or "").split("\n\n")[0].split()),
         "preserves_computation": bool(cls.preserves_computation),
         "reversible": issubclass(cls, ReversibleTransformation),
         "options": options,

@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 from typing import Any
 
 from regraft.cli.failure import Failure, did_you_mean, first_line
+
+
+def is_module(name: str) -> bool:
+    """Whether there is a module of that name, on Python's path or in the current folder.
+
+    Args:
+        name: the name, without dots.
+    """
+    _look_here_too()
+    return importlib.util.find_spec(name) is not None
+
+
+def _look_here_too() -> None:
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 def imported(reference: str) -> Any:
@@ -22,8 +38,7 @@ def imported(reference: str) -> Any:
     module_name, _, name = reference.partition(":")
     if not module_name or not name:
         raise Failure(f"{reference!r} is not package.module:name")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    _look_here_too()
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import difflib
 
+from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.fx.node import map_arg
 
+from regraft.cli.fitting import expect_fit
 from regraft.cli.inputs import converted_inputs, make_inputs
 from regraft.cli.loading import converted, load_model
 from regraft.cli.preparing import Job, captured, planned, prepared, print_json
@@ -58,6 +60,8 @@ def candidate_graph(job: Job, spec: str) -> GraphModule:
     inputs = job.inputs
     if not inputs[0] and not inputs[1]:
         inputs = converted_inputs(make_inputs(model, recipe.inputs, recipe.seed), recipe.dtype, recipe.device)
+    if not isinstance(model, ExportedProgram):
+        expect_fit(model, inputs, recipe.inputs)
     return captured(model, inputs, recipe)
 
 

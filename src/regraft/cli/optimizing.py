@@ -6,22 +6,30 @@ import argparse
 import dataclasses
 from pathlib import Path
 
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+
 from regraft.cli.describing import versions
 from regraft.cli.failure import Failure
 from regraft.cli.loading import blamed
-from regraft.cli.preparing import Job, prepared, print_json, writable
+from regraft.cli.preparing import Job, prepared, print_json
 from regraft.cli.recipe import Recipe
+from regraft.cli.writing import file_for, folder_for
 from regraft.optimize import Optimized, StepResult
 from regraft.optimize import optimize as optimized
+from regraft.optimize.engines.choosing import expect_installed
 from regraft.report import text
 
 
 def optimize(arguments: argparse.Namespace) -> int:
     """Optimize a model; exit code 1 where the result does not verify."""
-    output, page = writable(arguments.output), writable(arguments.report)
+    output = file_for("--output", arguments.output)
+    page = file_for("--report", arguments.report, needs="jinja2")
+    plots = folder_for("--plots", arguments.plots, needs="matplotlib")
     if output is not None and output.suffix != ".pt2":
         raise Failure(f"--output is a .pt2 file, and not {output.name}")
     job = prepared(arguments)
+    _expect_engine(job)
     if arguments.dry_run:
         return _rehearsed(arguments, job)
     recipe = job.recipe
@@ -35,7 +43,7 @@ def optimize(arguments: argparse.Namespace) -> int:
         engine=recipe.engine,
         seconds=recipe.seconds,
     )
-    files = _write(arguments, job, result, output, page)
+    files = _write(job, result, output, page, plots)
     if arguments.json:
         print_json({**result.to_dict(), "files": files, "notes": [*job.notes, *result.notes]})
     else:
@@ -43,6 +51,19 @@ def optimize(arguments: argparse.Namespace) -> int:
         for what, name in files.items():
             text.show(f"{what}: {name}")
     return 0 if _right(result) else 1
+
+
+def _expect_engine(job: Job) -> None:
+    engine, model = job.recipe.engine, job.model
+    try:
+        expect_installed(engine)
+    except ImportError as error:
+        raise Failure(str(error)) from error
+    if engine not in ("torch", "eager") and isinstance(model, (GraphModule, ExportedProgram)):
+        raise Failure(
+            f"--engine {engine} runs in the drop-in of a module, and {job.recipe.model} is of the type "
+            f"{type(model).__name__}; name the model that it was made from, or: --engine torch"
+        )
 
 
 def _right(result: Optimized) -> bool:
@@ -59,9 +80,7 @@ def _rehearsed(arguments: argparse.Namespace, job: Job) -> int:
     return 0
 
 
-def _write(
-    arguments: argparse.Namespace, job: Job, result: Optimized, output: Path | None, page: Path | None
-) -> dict[str, str]:
+def _write(job: Job, result: Optimized, output: Path | None, page: Path | None, plots: Path | None) -> dict[str, str]:
     files = {}
     if output is not None and _right(result):  # a model that is wrong is not written
         with blamed(f"the result cannot be saved to {output}"):
@@ -74,10 +93,10 @@ def _write(
         files["recipe"] = str(path)
     if page is not None:
         files["report"] = str(result.report(page))
-    if arguments.plots is not None:
+    if plots is not None:
         from regraft.report import plot
 
-        files["plots"] = ", ".join(map(str, plot.write(result, arguments.plots)))
+        files["plots"] = ", ".join(map(str, plot.write(result, plots)))
     return files
 
 

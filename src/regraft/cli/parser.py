@@ -18,7 +18,8 @@ MODEL is one of
   file.pt2                 a program saved by torch.export.save
 """
 EPILOG = """\
-exit codes: 0 all went well, 1 a check failed, 2 the command, a file or the model cannot be used
+exit codes: 0 all went well, 1 a check failed, 2 the command, a file or the model cannot be used, and a line says why,
+3 a fault of regraft or of a transformation of yours, and a traceback
 """
 
 

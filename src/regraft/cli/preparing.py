@@ -11,7 +11,6 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ import regraft as rg
 from regraft.capture import transformers_adapter
 from regraft.cli.choosing import chosen, preset
 from regraft.cli.failure import Failure
+from regraft.cli.fitting import expect_fit, failing
 from regraft.cli.inputs import Inputs, converted_inputs, make_inputs
 from regraft.cli.loading import Model, converted, load_model
 from regraft.cli.recipe import Recipe
@@ -50,6 +50,10 @@ class Job:
     def reference(self) -> Callable[..., Any]:
         """The model as something to call."""
         return self.model.module() if isinstance(self.model, ExportedProgram) else self.model
+
+    def fault(self) -> str | None:
+        """Why the model itself cannot be called with the inputs; None where it can, and an error is somebody else's."""
+        return failing(self.reference, self.inputs, self.recipe.inputs)
 
     def graph(self) -> torch.fx.GraphModule:
         """The model's graph, which may be rewritten: it is not the model."""
@@ -95,8 +99,7 @@ def prepared(arguments: argparse.Namespace) -> Job:
     recipe = Recipe.of(arguments)
     if not recipe.model:
         raise Failure("name a model: package.module:factory, a transformers folder or a .pt2 file")
-    if recipe.seconds <= 0:
-        raise Failure(f"seconds is {recipe.seconds}, but has to be positive")
+    _expect_numbers(recipe)
     # Before the model is loaded, which may take long.
     if recipe.transformations is None:
         recipe = dataclasses.replace(recipe, transformations=preset(recipe.preset))
@@ -107,7 +110,18 @@ def prepared(arguments: argparse.Namespace) -> Job:
         inputs = converted_inputs(make_inputs(model, recipe.inputs, recipe.seed), recipe.dtype, recipe.device)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    return Job(recipe, model, inputs, transformations, notes)
+    if not isinstance(model, ExportedProgram):
+        expect_fit(model, inputs, recipe.inputs)
+    job = Job(recipe, model, inputs, transformations, notes)
+    arguments.job = job  # `main` asks it whose fault an error is
+    return job
+
+
+def _expect_numbers(recipe: Recipe) -> None:
+    if not 0 < recipe.seconds < math.inf:  # neither holds of NaN
+        raise Failure(f"seconds is {recipe.seconds}, but has to be positive and finite: --seconds 0.5")
+    if not -(2**63) <= recipe.seed < 2**64:
+        raise Failure(f"seed is {recipe.seed}, but torch takes whole numbers of 64 bits: --seed 0")
 
 
 def captured(model: Model, inputs: Inputs, recipe: Recipe) -> torch.fx.GraphModule:
@@ -121,6 +135,8 @@ def captured(model: Model, inputs: Inputs, recipe: Recipe) -> torch.fx.GraphModu
     Raises:
         CaptureError: it cannot be captured.
     """
+    # It logs the stack of an operation that fails, whose error is told.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     with text.working("capturing the model"):
         if isinstance(model, ExportedProgram):
             return rg.lift(model)
@@ -168,22 +184,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
-
-
-def writable(path: str | None) -> Path | None:
-    """A file to be written, whose folder is there: asked before the work, not after it.
-
-    Args:
-        path: of the file, or None.
-
-    Raises:
-        Failure: there is no such folder.
-    """
-    if path is None:
-        return None
-    if not Path(path).absolute().parent.is_dir():
-        raise Failure(f"there is no folder {Path(path).parent} to write {Path(path).name} into")
-    return Path(path)
 
 
 def _described(value: Any) -> str:

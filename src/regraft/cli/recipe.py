@@ -167,9 +167,10 @@ def _choice(item: object, path: Path) -> Choice:
 
 def _choice_of_words(words: str) -> Choice:
     """`name`, `module:Class`, each with `:option=value,option=value` behind it."""
-    name, colon, rest = words.rpartition(":")
-    if not colon or "=" not in rest:
+    parts = re.fullmatch(r"(.*?):(\w+=.*)", words)  # a value may have colons, too
+    if parts is None:
         return Choice(words, {})
+    name, rest = parts.groups()
     options = {}
     for part in re.split(r",(?=\w+=)", rest):
         key, _, text = part.partition("=")
@@ -181,7 +182,7 @@ def _value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        return text  # a word without quotes
+        return {"True": True, "False": False}.get(text, text)  # as Python writes them, or a word without quotes
 
 
 def _is_path(text: str) -> bool:

@@ -12,6 +12,7 @@ from regraft.core.journal import Journal, Step
 from regraft.core.modules import graph_modules
 from regraft.core.report import Report
 from regraft.core.rewrite import Rewrite
+from regraft.core.signature import arguments_of
 from regraft.core.snapshot import Snapshot
 from regraft.core.transformation import ReversibleTransformation, Transformation, expect_graph_module
 
@@ -22,6 +23,13 @@ class _Composition(Transformation):
     def __init__(self, transformations: tuple[Transformation, ...], inplace: bool) -> None:
         self.transformations = transformations
         self.inplace = inplace
+
+    def __repr__(self) -> str:
+        parts = [
+            repr(part) if isinstance(part, _Composition) else f"{type(part).__name__}({arguments_of(part)})"
+            for part in self.transformations
+        ]
+        return f"compose({', '.join(parts if self.inplace else [*parts, 'inplace=False'])})"
 
     @property
     def preserves_computation(self) -> bool:  # type: ignore[override]
@@ -75,7 +83,7 @@ class _Composition(Transformation):
         known = len(Journal.of(trial).steps)
         for part in self.transformations:
             part.rehearse(trial)
-        return Report("composition", tuple(Journal.of(trial).steps[known:]))
+        return Report(repr(self), tuple(Journal.of(trial).steps[known:]))
 
     def rehearse(self, trial: GraphModule) -> None:
         """See `Transformation.rehearse`."""

@@ -25,6 +25,10 @@ class NotCovered(RegraftError, TypeError):
     """A captured graph was called with sizes for which it does not hold; the message names the axis and the cure."""
 
 
+class TransformationError(RegraftError, TypeError):
+    """A transformation is not written as the engine needs it; the message names its class, the lack and the cure."""
+
+
 class NothingApplied(RegraftError):
     """`strict=True` was asked for and a transformation found no site that it could rewrite."""
 

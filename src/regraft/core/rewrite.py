@@ -13,7 +13,7 @@ from typing import ClassVar, final
 from torch.fx import GraphModule, Node
 
 from regraft.core.edit import Edit
-from regraft.core.errors import NothingApplied, Refused, RegraftError
+from regraft.core.errors import NothingApplied, Refused, TransformationError
 from regraft.core.history import lint_and_recompile, log_step, undo_steps
 from regraft.core.journal import Journal, Refusal, SiteRecord, Step
 from regraft.core.pattern import Match, Pattern
@@ -98,6 +98,7 @@ class Rewrite(ReversibleTransformation):
 
         Raises:
             NothingApplied: with `strict`, if nothing was rewritten; the message holds the reasons.
+            TransformationError: if the class has no pattern, or `rewrite` does not say what was done.
             ReversalConflict: if later steps stand on what would be taken back; nothing is changed then.
         """
         gm = expect_graph_module(graph_module, self)
@@ -133,6 +134,7 @@ class Rewrite(ReversibleTransformation):
         return gm
 
     def _run(self, gm: GraphModule, compile_code: bool, *, dry: bool, consume: bool, strict: bool) -> Step:
+        self._expect_pattern()
         start = time.perf_counter()
         journal = Journal.of(gm)
         journal.settle(gm)
@@ -167,17 +169,37 @@ class Rewrite(ReversibleTransformation):
         """Refuse what was changed past `edit`: the history would not know it, and undo would leave it."""
         written = [".".join(filter(None, key)) for key in before.written()]
         if written:
-            raise RegraftError(
+            raise TransformationError(
                 f"{type(self).__name__}.rewrite wrote to {written[0]!r} in place, a weight that others may share; put "
                 "a new one there: edit.put_module(name, like, {'weight': (derivation, [call.weight('weight')])})"
             )
         strange = before.changes().unknown_to(known)
         if strange:
-            raise RegraftError(
+            raise TransformationError(
                 f"{type(self).__name__}.rewrite changed {min(name for _, name in strange)!r} by itself, which nobody "
                 "could take back; every change goes through `edit`: edit.replace(node, torch.relu, x), "
                 "edit.redirect(node, other), edit.erase(node)"
             )
+
+    def _expect_pattern(self) -> None:
+        # `pattern` may be set by `__init__` or be a property, so its class cannot tell; an `AttributeError` that a
+        # property itself raises is not taken for a pattern that is missing.
+        given = hasattr(type(self), "pattern") or "pattern" in vars(self)
+        pattern = self.pattern if given else None
+        if not isinstance(pattern, Pattern):
+            found = f"the pattern {pattern!r}, which is none" if given else "no pattern"
+            raise TransformationError(
+                f"{type(self).__name__} has {found}; say in the class where it begins: pattern = regraft.Calls(LINEAR),"
+                " with `from regraft.core.vocabulary import LINEAR`"
+            )
+
+    def _said(self, sentence: object) -> str:
+        if isinstance(sentence, str):
+            return sentence
+        raise TransformationError(
+            f"{type(self).__name__}.rewrite returned {type(sentence).__name__}, not what was done in a few words; end "
+            'it with `return "merged query and key"`'
+        )
 
     def _visit(
         self,
@@ -222,7 +244,7 @@ class Rewrite(ReversibleTransformation):
                 try:
                     if match.reason is not None:
                         raise Refused(match.reason)
-                    sentence = self.rewrite(match, edit, facts)
+                    sentence = self._said(self.rewrite(match, edit, facts))
                     site = edit.commit(journal.new_site(), where, sentence, consume)
                 except Refused as reason:
                     if edit.rollback():  # it had begun to edit

@@ -11,6 +11,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from regraft.core.arithmetic import node_arithmetic
+from regraft.core.errors import TransformationError
 from regraft.core.graph_module import adopt
 from regraft.core.history import lint_and_recompile, undo_steps, withdraw
 from regraft.core.journal import Journal, Refusal, SiteRecord, Step
@@ -61,7 +62,8 @@ class Transformation(ABC):
                 follow each other and the last one does it.
 
         Raises:
-            TypeError: if `graph_module` is not one, or `transform` returns none.
+            TypeError: if `graph_module` is not one.
+            TransformationError: if `transform` returns none.
         """
         return self._apply(expect_graph_module(graph_module, self), self.transform, lint_and_recompile)
 
@@ -112,7 +114,7 @@ class Transformation(ABC):
             with node_arithmetic(), before.guard():
                 result = function(gm)
             if not isinstance(result, GraphModule):
-                raise TypeError(
+                raise TransformationError(
                     f"{type(self).__name__}.{function.__name__} returned {type(result).__name__}, not the graph module;"
                     " end it with `return graph_module`"
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -90,8 +91,8 @@ def optimize(
             f"engine={engine!r} needs a module, whose drop-in can call it, and a {type(model).__name__} comes back as "
             f"one: regraft.optimize(module, args, engine={engine!r})"
         )
-    if seconds <= 0:
-        raise ValueError(f"seconds={seconds}, but has to be positive")
+    if not 0 < seconds < math.inf:  # neither holds of NaN
+        raise ValueError(f"seconds={seconds}, but has to be positive and finite, as in seconds=0.5")
     with Progress(total=len(chosen) + 3) as progress:
         subject = subject_of(model, args, kwargs, dynamic_shapes, progress.next)
         progress.total = len(subject.graphs) * (len(chosen) + 2 + (keep == "measured")) + 1

@@ -26,7 +26,7 @@ OTHER_KERNELS = 4.0
 order sums otherwise, and there are as many in a row as the model is deep."""
 
 # What the presets ask for where that is not what a transformation does by itself.
-_SETTINGS: dict[str, dict[str, Any]] = {"FoldScale": {"layer_norms": False}}
+SETTINGS: dict[str, dict[str, Any]] = {"FoldScale": {"layer_norms": False}}
 
 PRESETS: dict[str, tuple[str, ...]] = {
     # computes the same, to within the rounding that the model has itself
@@ -85,7 +85,7 @@ def _named(name: str) -> tuple[Transformation, ...]:
 
 def _for_a_preset(cls: type[Transformation]) -> Transformation | None:
     try:
-        return cls(**_SETTINGS.get(cls.__name__, {}))
+        return cls(**SETTINGS.get(cls.__name__, {}))
     except TypeError:  # it has no defaults: nothing that a preset could decide for the caller
         return None
 

@@ -58,7 +58,7 @@ class ReducePrecision(Rewrite):
     def __init__(self, dtype: torch.dtype = torch.bfloat16, keep: Sequence[str] = ()) -> None:
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(
-                f"dtype={dtype}: use torch.bfloat16 or torch.float16, as in ReducePrecision(torch.bfloat16)"
+                f"dtype={dtype!r}: use torch.bfloat16 or torch.float16, as in ReducePrecision(torch.bfloat16)"
             )
         self.dtype = dtype
         self.keep = keeping(keep, "ReducePrecision")

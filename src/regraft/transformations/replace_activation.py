@@ -39,7 +39,7 @@ class ReplaceActivation(Rewrite):
 
     def __init__(self, mapping: Mapping[Activation, Activation] | None = None) -> None:
         usual: dict[Activation, Activation] = {nn.GELU: nn.GELU("tanh"), nn.SiLU: nn.Hardswish}
-        self.mapping = dict(mapping) if mapping is not None else usual
+        self.mapping = _checked(mapping) if mapping is not None else usual
 
     @property
     def pattern(self) -> Pattern:  # type: ignore[override]
@@ -74,6 +74,16 @@ class ReplaceActivation(Rewrite):
         if module is not None:
             edit.discard_module(path)
         return f"{_name_of(wanted)} became {name}"
+
+
+def _checked(mapping: object) -> dict[Activation, Activation]:
+    call = "ReplaceActivation({torch.nn.GELU: torch.nn.ReLU})"
+    if not isinstance(mapping, Mapping):
+        raise TypeError(f"mapping is a {type(mapping).__name__}, but takes a dictionary, as in {call}")
+    for one in (*mapping, *mapping.values()):
+        if not callable(one):
+            raise TypeError(f"mapping has {one!r}, but takes classes of modules, modules and functions, as in {call}")
+    return dict(mapping)
 
 
 def _name_of(activation: Activation) -> str:

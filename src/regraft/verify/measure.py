@@ -158,7 +158,7 @@ def compare_speed(
         "max_pairs": max_pairs,
     }
     for name, limit in limits.items():
-        if limit <= 0:
+        if not limit > 0:  # nor does that hold of NaN
             raise ValueError(f"{name} is {limit}, but has to be positive")
     if pause_seconds < 0:
         raise ValueError(f"pause_seconds is {pause_seconds}, but cannot be negative")
