@@ -739,6 +739,19 @@ def test_what_is_no_module_in_python(function: Callable[..., Any]) -> None:
         function(len, (x,))
 
 
+@pytest.mark.parametrize(
+    ("args", "kwargs", "says"),
+    [
+        (torch.ones(3, 4), None, r"args is a Tensor.*trace\(model, args=\(x,\)\)"),
+        ({"input": torch.ones(3, 4)}, None, r"args is a dict.*trace\(model, kwargs=inputs\)"),
+        ((), [torch.ones(3, 4)], "kwargs is a list.*trace"),
+    ],
+)
+def test_arguments_that_are_in_no_tuple_or_dictionary(args: Any, kwargs: Any, says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        rg.trace(nn.Linear(4, 4).eval(), args, kwargs)
+
+
 class DecidesOnlyOfSome(nn.Module):
     """Of several in the one line, of one in the other, which the second way to export does not reach."""
 

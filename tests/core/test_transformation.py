@@ -160,6 +160,14 @@ def test_forgetting_to_return_is_said_at_once_and_nothing_is_changed():
 def test_what_is_no_graph_module(given):
     with pytest.raises(TypeError, match=r"MulToMulTimesTwo takes a torch.fx.GraphModule, and got .*regraft.trace"):
         MulToMulTimesTwo()(given)
+    for function in (rg.undo, rg.history, rg.forget, rg.original_state_dict):
+        name = function.__name__
+        with pytest.raises(TypeError, match=rf"{name} takes .* capture it first: regraft.{name}\(regraft.trace"):
+            function(given)
+    with pytest.raises(TypeError, match=r"capture it first: regraft.load_original_state_dict\(.*, state_dict\)"):
+        rg.load_original_state_dict(given, {})
+    with pytest.raises(TypeError, match=r"capture it first: MergeLinears\(\).get_transformed_nodes\(regraft.trace"):
+        rg.MergeLinears().get_transformed_nodes(given)
 
 
 class Explodes(rg.Transformation):

@@ -130,7 +130,7 @@ def compose(*args: Transformation, inplace: bool = True) -> Transformation:
     given: tuple[object, ...] = args
     for part in given:
         if not isinstance(part, Transformation):
-            hint = f"; did you mean compose({part.__name__}())?" if isinstance(part, type) else ""
+            hint = f"; did you mean compose({part.__name__}())?" if isinstance(part, type) else ": compose(one, two)"
             raise TypeError(f"compose takes transformations, and got {part!r}{hint}")
     kind = _ReversibleComposition if all(isinstance(part, ReversibleTransformation) for part in args) else _Composition
     return kind(args, inplace)

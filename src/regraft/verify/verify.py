@@ -12,7 +12,8 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from regraft.core.errors import NotCovered
-from regraft.verify.call import check_call, checked_extra, described
+from regraft.core.expect import expect_number
+from regraft.verify.call import VERIFY, check_call, checked_extra, described
 from regraft.verify.compare import HALF, Measured, Rule
 from regraft.verify.contrast import Numbers, contrast, leaf_from
 from regraft.verify.oracle import Oracle, Truth
@@ -83,6 +84,7 @@ def verify(
 
     Raises:
         TypeError: The call does not fit the reference, or something cannot be compared (sparse, nested, meta).
+        ValueError: A tolerance is negative.
         Exception: Whatever the reference itself raises on the given inputs.
 
     >>> import torch
@@ -95,8 +97,11 @@ def verify(
     False
     """
     oracle = reference if isinstance(reference, Oracle) else None
-    right = _callable(reference, "reference") if oracle is None else oracle.reference
-    checked = _callable(candidate, "candidate")
+    for name, number in (("factor", factor), ("rtol", rtol), ("atol", atol)):
+        if number is not None:
+            expect_number(number, name, f"verify(reference, candidate, args, {name}={1 if name == 'factor' else 1e-3})")
+    right = expect_callable(reference, "reference") if oracle is None else oracle.reference
+    checked = expect_callable(candidate, "candidate")
     inputs = check_call(right, args, kwargs)
     more = checked_extra(right, extra_inputs)
     check = _Check(oracle or Oracle(right, float64=float64, seed=seed), checked, Rule(factor, rtol, atol))
@@ -112,13 +117,23 @@ def verify(
     return Verification(tuple(cases), tuple(dict.fromkeys((*_remarks(right, checked), *check.notes))))
 
 
-def _callable(model: Any, argument: str) -> Callable[..., Any]:
+def expect_callable(model: Any, argument: str, call: str = VERIFY) -> Callable[..., Any]:
+    """What runs a model.
+
+    Args:
+        model: A module, a graph module, an `ExportedProgram` or any callable.
+        argument: What it was given as.
+        call: As for `check_call`.
+
+    Raises:
+        TypeError: It is something else.
+    """
     if isinstance(model, ExportedProgram):
         return model.module()
     if not callable(model):
         raise TypeError(
-            f"{argument} is a {type(model).__name__}; verify takes a module, a graph module, an ExportedProgram or a "
-            "callable: verify(reference, candidate, args=(x,), kwargs={'mask': m})"
+            f"{argument} is a {type(model).__name__}; {call.partition('(')[0]} takes a module, a graph module, an "
+            f"ExportedProgram or a callable: {call.replace('{}', 'args=(x,)')}"
         )
     return model  # type: ignore[no-any-return]
 
