@@ -7,7 +7,7 @@ import logging
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 from torch.fx import GraphModule, Node
 
@@ -15,7 +15,7 @@ from regraft.core.edit import Edit
 from regraft.core.errors import NothingApplied, Refused
 from regraft.core.history import lint_and_recompile, log_step, undo_steps
 from regraft.core.journal import Journal, Refusal, SiteRecord, Step
-from regraft.core.pattern import Match, Pattern
+from regraft.core.pattern import Match, Pattern, expect_pattern
 from regraft.core.query import Facts
 from regraft.core.reversal import Reversal
 from regraft.core.snapshot import Codes
@@ -61,6 +61,12 @@ class Rewrite(ReversibleTransformation):
 
     pattern: Pattern
     exhaustive: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        pattern = vars(cls).get("pattern")
+        if pattern is not None and not hasattr(pattern, "__get__"):  # what a property makes is looked at when it runs
+            expect_pattern(pattern, cls.__name__)
 
     @abstractmethod
     def rewrite(self, match: Match, edit: Edit, facts: Facts) -> str:
@@ -131,6 +137,7 @@ class Rewrite(ReversibleTransformation):
 
     def _run(self, gm: GraphModule, compile_code: bool, *, dry: bool, consume: bool, strict: bool) -> Step:
         start = time.perf_counter()
+        expect_pattern(self.pattern if "pattern" in dir(self) else None, type(self).__name__)
         journal = Journal.of(gm)
         journal.settle(gm)
         steps, codes = list(journal.steps), Codes(gm)
@@ -195,7 +202,7 @@ class Rewrite(ReversibleTransformation):
                 try:
                     if match.reason is not None:
                         raise Refused(match.reason)
-                    sentence = self.rewrite(match, edit, facts)
+                    sentence = self._sentence(self.rewrite(match, edit, facts))
                     site = edit.commit(journal.new_site(), where, sentence, consume)
                 except Refused as reason:
                     if edit.rollback():  # it had begun to edit
@@ -208,3 +215,11 @@ class Rewrite(ReversibleTransformation):
                     erased |= edit.erased
                     applied.append(site)
         return facts, refused
+
+    def _sentence(self, returned: object) -> str:
+        if isinstance(returned, str):
+            return returned
+        raise TypeError(
+            f"{type(self).__name__}.rewrite returned {type(returned).__name__}, not what it did; end it with "
+            '`return "a few words"`, and leave a site as it was with `require(that(condition, "why not"))`'
+        )
