@@ -347,3 +347,9 @@ def test_a_copy_that_is_read_elsewhere_too_stays() -> None:
 def test_a_copy_of_what_the_caller_gives_stays() -> None:
     model = model_of(lambda m, x: m.l(F.rms_norm(x, (4,), torch.clone(x[0, 0]))))
     check_refused(rg.FoldScale(), model, X, "trace", "is computed by the graph")
+
+
+@pytest.mark.parametrize("given", ["a", "flase", 0, None])
+def test_what_is_neither_true_nor_false(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"layer_norms=.*takes True or False: FoldScale\(layer_norms=False\)"):
+        rg.FoldScale(layer_norms=given)

@@ -134,3 +134,21 @@ def test_in_a_model() -> None:
     assert len(rg.history(gm)[-1].applied) == 2
     assert not rg.ReplaceActivation().preserves_computation
     assert float((gm(*X) - model(*X)).abs().max()) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("mapping", "says"),
+    [
+        ("relu", "mapping='relu', but takes a dictionary"),
+        ([(nn.GELU, nn.ReLU)], "takes a dictionary"),
+        ({"relu": "gelu"}, "mapping has 'relu'"),
+        ({nn.ReLU: "gelu"}, "mapping has 'gelu'"),
+        ({nn.ReLU: 3}, "mapping has 3"),
+        ({nn.ReLU: int}, "mapping has <class 'int'>"),
+        ({nn.ReLU: nn.Linear}, "the class Linear, which needs arguments"),
+    ],
+    ids=str,
+)
+def test_wrong_mappings(mapping: Any, says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        rg.ReplaceActivation(mapping)

@@ -74,3 +74,18 @@ def expect_number(given: Any, name: str, call: str, *, zero: bool = True) -> Non
         raise TypeError(f"{name}={given!r}, but takes a number: {call}")
     if not (given >= 0 if zero else given > 0):
         raise ValueError(f"{name}={given!r}, but has to be {'zero or more' if zero else 'positive'}: {call}")
+
+
+def expect_flag(given: object, name: str, call: str) -> None:
+    """Refuse what is neither True nor False: any word, "false" too, would count as true.
+
+    Args:
+        given: What was given.
+        name: The argument.
+        call: The corrected call.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(given, bool):
+        raise TypeError(f"{name}={given!r}, but takes True or False: {call}")

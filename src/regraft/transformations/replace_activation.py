@@ -14,7 +14,7 @@ from regraft.core.plainness import plain_module
 from regraft.core.query import Facts, require, that
 from regraft.core.rewrite import Rewrite
 from regraft.core.vocabulary import attribute
-from regraft.transformations._replaceable import Activation, Replaceable, input_of
+from regraft.transformations._replaceable import Activation, Replaceable, expect_activations, input_of
 
 
 class ReplaceActivation(Rewrite):
@@ -39,6 +39,8 @@ class ReplaceActivation(Rewrite):
 
     def __init__(self, mapping: Mapping[Activation, Activation] | None = None) -> None:
         usual: dict[Activation, Activation] = {nn.GELU: nn.GELU("tanh"), nn.SiLU: nn.Hardswish}
+        if mapping is not None:
+            expect_activations(mapping)
         self.mapping = dict(mapping) if mapping is not None else usual
 
     @property
