@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from regraft.core.history import lint_and_recompile, undo_steps
+from regraft.core.history import lint, lint_and_recompile, undo_steps
 from regraft.core.journal import Journal, Step
 from regraft.core.modules import graph_modules
 from regraft.core.report import Report
@@ -55,6 +55,7 @@ class _Composition(Transformation):
         known = len(Journal.of(trial).steps)
         for part in self.transformations:
             part.rehearse(trial)
+        lint(trial)
         return Report("composition", tuple(Journal.of(trial).steps[known:]))
 
     def rehearse(self, trial: GraphModule) -> None:

@@ -169,10 +169,16 @@ def with_original_slots(gm: GraphModule, carry: bool) -> GraphModule:
     return original
 
 
-def lint_and_recompile(gm: GraphModule) -> None:
-    """Check the graphs of `gm`, nested ones too, and compile their code."""
+def lint(gm: GraphModule) -> None:
+    """Check the graphs of `gm`, nested ones too."""
     for module in graph_modules(gm).values():
         module.graph.lint()
+
+
+def lint_and_recompile(gm: GraphModule) -> None:
+    """Check the graphs of `gm`, nested ones too, and compile their code."""
+    lint(gm)
+    for module in graph_modules(gm).values():
         module.recompile()
 
 

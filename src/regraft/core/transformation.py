@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from regraft.core.arithmetic import node_arithmetic
 from regraft.core.expect import expect_graph
 from regraft.core.graph_module import adopt
-from regraft.core.history import lint_and_recompile, undo_steps, withdraw
+from regraft.core.history import lint, lint_and_recompile, undo_steps, withdraw
 from regraft.core.journal import Journal, Refusal, SiteRecord, Step
 from regraft.core.modules import graph_modules
 from regraft.core.report import Report
@@ -96,6 +96,7 @@ class Transformation(ABC):
         trial = copy.copy(expect_graph_module(graph_module, self))
         known = len(Journal.of(trial).steps)
         self.rehearse(trial)
+        lint(trial)  # as applying does
         return Report(type(self).__name__, tuple(Journal.of(trial).steps[known:]))
 
     def rehearse(self, trial: GraphModule) -> None:
