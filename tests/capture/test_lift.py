@@ -116,3 +116,9 @@ def test_it_is_called_as_the_program_was() -> None:
         gm(ids[:, :2], **call)
     with pytest.raises(TypeError, match="flag was True"):
         gm(ids, call["extra"], False)
+
+
+@pytest.mark.parametrize("given", [nn.Linear(2, 2), None])
+def test_what_is_no_program(given: object) -> None:
+    with pytest.raises(TypeError, match=r"lift takes a torch.export.ExportedProgram.*regraft.trace\(model, args\)"):
+        lift(given)  # type: ignore[arg-type]

@@ -754,6 +754,44 @@ def test_what_is_no_module_in_python(function: Callable[..., Any]) -> None:
         function(len, (x,))
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"input_names": ["zz"]}, CaptureError, "Linear.forward takes no zz; it takes input"),
+        ({"input_names": ["inputs"]}, CaptureError, "did you mean input?"),
+        ({"input_names": ["zz"], "tracer_cls": torch.fx.Tracer}, CaptureError, "takes no zz"),
+        ({"input_names": "input"}, TypeError, r"symbolic_trace\(model, input_names=\['input'\]\)"),
+        ({"input_names": "input", "disable_check": True}, TypeError, r"input_names=\['input'\]"),
+        ({"input_names": 3}, TypeError, r"input_names=3, but takes names: .*input_names=\['input_ids'\]"),
+        ({"input_names": [3]}, TypeError, "takes names"),
+        ({"tracer_cls": 3}, TypeError, r"tracer_cls=3, .*symbolic_trace\(model, tracer_cls=torch.fx.Tracer\)"),
+        ({"tracer_cls": torch.fx.Tracer()}, TypeError, "takes a class of tracers"),
+    ],
+    ids=str,
+)
+def test_wrong_names_and_tracers(options: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        symbolic_trace(nn.Linear(4, 4), **options)
+
+
+def test_names_that_the_forward_has() -> None:
+    for names in (["input"], {"input": 1}.keys()):
+        assert [node.name for node in symbolic_trace(nn.ReLU(), names).graph.find_nodes(op="placeholder")]
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "says"),
+    [
+        (torch.ones(3, 4), None, r"args is a Tensor.*trace\(model, args=\(x,\)\)"),
+        ({"input": torch.ones(3, 4)}, None, r"args is a dict.*trace\(model, kwargs=inputs\)"),
+        ((), [torch.ones(3, 4)], "kwargs is a list.*trace"),
+    ],
+)
+def test_arguments_that_are_in_no_tuple_or_dictionary(args: Any, kwargs: Any, says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        rg.trace(nn.Linear(4, 4).eval(), args, kwargs)
+
+
 class DecidesOnlyOfSome(nn.Module):
     """Of several in the one line, of one in the other, which the second way to export does not reach."""
 

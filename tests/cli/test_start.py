@@ -77,7 +77,7 @@ def test_a_reader_who_leaves_is_no_error() -> None:
         (["explain", "zoo:net", "-t", "zoo:NegateLinear:zz"], ": -t zoo:NegateLinear:only=VALUE"),
         (["explain", "zoo:net", "-t", "zooo:NegateLinear:zz"], "there is no module zooo"),
         (["explain", "zoo:net", "-t", "zoo:NegateLinearr"], "did you mean NegateLinear?"),
-        (["explain", "zoo:net", "-t", "replace-activation:mapping=gelu"], "is a str, but takes a dictionary"),
+        (["explain", "zoo:net", "-t", "replace-activation:mapping=gelu"], "but takes a dictionary"),
         (
             ["explain", "zoo:net", "-t", "replace-activation:mapping=3"],
             ": -t replace-activation:mapping=package.module:",
@@ -95,7 +95,7 @@ def test_a_reader_who_leaves_is_no_error() -> None:
         (["optimize", "zoo:slow", "--seconds", "inf"], "seconds is inf, but has to be positive and finite"),
         (["explain", "zoo:slow", "--seed", "99999999999999999999"], "takes whole numbers of 64 bits: --seed 0"),
         (["explain", "zoo:conv", "-t", "zoo:ReturnsNothing"], "end it with `return graph_module`"),
-        (["optimize", "zoo:conv", "-t", "zoo:NoPattern"], "NoPattern has no pattern; say in the class"),
+        (["optimize", "zoo:conv", "-t", "zoo:NoPattern"], "NoPattern has no pattern; say where"),
     ],
 )
 def test_wrong_words_get_one_line(regraft, words: list[str], said: str) -> None:

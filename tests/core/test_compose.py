@@ -165,6 +165,8 @@ def test_wrong_arguments():
         rg.compose(rg.MergeLinears)
     with pytest.raises(TypeError, match="got 3"):
         rg.compose(3)
+    with pytest.raises(TypeError, match=r": compose\(one, two\)"):
+        rg.compose([rg.MergeLinears(), rg.FuseBiasInLinear()])
 
 
 def test_nodes_marked_by_the_parts():

@@ -97,6 +97,35 @@ def test_of_a_users_own_transformation():
     assert_same(before, picture(gm))
 
 
+class Retargets(rg.Transformation):
+    def __init__(self, old, new):
+        self.old, self.new = old, new
+
+    def transform(self, graph_module):
+        for node in graph_module.graph.nodes:
+            if node.target == self.old:
+                node.target = self.new
+        return graph_module
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("wrap", [lambda rule: rule, lambda rule: rg.compose(rg.MergeLinears(), rule)])
+def test_of_what_leaves_no_valid_graph_it_raises_as_applying_does(wrap, form):
+    gm = capture(net(), (X,), form)
+    before, rule = picture(gm), wrap(Retargets("1", "nosuch"))
+    for run in (rule, rule.explain):
+        with pytest.raises(RuntimeError, match="nosuch"):
+            run(gm)
+        assert_same(before, picture(gm))
+
+
+def test_of_a_composition_only_the_last_graph_has_to_be_valid():
+    gm = capture(net(), (X,), "fx")
+    rule = rg.compose(Retargets("1", "nosuch"), Retargets("nosuch", "3"))
+    assert rule.explain(gm).applied == 2
+    assert rule(gm)(X).shape == X.shape
+
+
 def test_the_report():
     gm = capture(net(), (X,), "fx")
     report = ALL.explain(gm)

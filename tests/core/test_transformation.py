@@ -164,7 +164,9 @@ class NoPattern(rg.Rewrite):
 
 
 class NotAPattern(NoPattern):
-    pattern = LINEAR
+    @property
+    def pattern(self):
+        return LINEAR
 
 
 class SaysNothing(rg.Rewrite):
@@ -178,7 +180,7 @@ class SaysNothing(rg.Rewrite):
     ("rewrite", "said"),
     [
         (NoPattern, r"NoPattern has no pattern; .*pattern = regraft.Calls\(LINEAR\)"),
-        (NotAPattern, r"NotAPattern has the pattern .*, which is none; .*pattern = regraft.Calls\(LINEAR\)"),
+        (NotAPattern, r"NotAPattern has .* as its pattern; .*pattern = regraft.Calls\(LINEAR\)"),
         (SaysNothing, r"SaysNothing.rewrite returned NoneType.*end it with `return"),
     ],
 )
@@ -211,6 +213,14 @@ def test_a_pattern_may_be_set_late_and_an_error_of_its_own_stays_what_it_is():
 def test_what_is_no_graph_module(given):
     with pytest.raises(TypeError, match=r"MulToMulTimesTwo takes a torch.fx.GraphModule, and got .*regraft.trace"):
         MulToMulTimesTwo()(given)
+    for function in (rg.undo, rg.history, rg.forget, rg.original_state_dict):
+        name = function.__name__
+        with pytest.raises(TypeError, match=rf"{name} takes .* capture it first: regraft.{name}\(regraft.trace"):
+            function(given)
+    with pytest.raises(TypeError, match=r"capture it first: regraft.load_original_state_dict\(.*, state_dict\)"):
+        rg.load_original_state_dict(given, {})
+    with pytest.raises(TypeError, match=r"capture it first: MergeLinears\(\).get_transformed_nodes\(regraft.trace"):
+        rg.MergeLinears().get_transformed_nodes(given)
 
 
 class Explodes(rg.Transformation):

@@ -409,3 +409,9 @@ def test_the_scale_of_attention_is_folded_in_half_precision_and_pruned_weights_t
         model.l.weight.mul_(0.05)
         model.l.weight[3], model.l.weight[:, 5] = 0, 0
     check_applied(rg.FoldScale(), model, (torch.randn(16, 256).half(),), "trace")
+
+
+@pytest.mark.parametrize("given", ["a", "flase", 0, None])
+def test_what_is_neither_true_nor_false(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"layer_norms=.*takes True or False: FoldScale\(layer_norms=False\)"):
+        rg.FoldScale(layer_norms=given)

@@ -161,6 +161,12 @@ def test_arguments_that_are_wrong() -> None:
         rg.Quantize("int4")
     with pytest.raises(TypeError, match=r"Quantize\(keep=\['2'\]\)"):
         rg.Quantize(keep="2")
+    for keep in (2, [2], None):
+        with pytest.raises(TypeError, match=r"takes names of modules: Quantize\(keep="):
+            rg.Quantize(keep=keep)
+    for config in (3, None, torch.int8, nn.Linear):
+        with pytest.raises(TypeError, match=r"neither a name nor a configuration of torchao: Quantize\('int8'\)"):
+            rg.Quantize(config)
 
 
 def test_without_torchao_the_error_says_how_to_get_it(monkeypatch) -> None:

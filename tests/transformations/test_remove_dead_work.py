@@ -526,3 +526,9 @@ def test_a_copy_that_had_to_stay_goes_with_its_last_reader():
     assert not rg.history(gm)[-1].applied
     rule(gm, reverse=True)
     assert_same(before, picture(gm))
+
+
+@pytest.mark.parametrize(("given", "error"), [("a", TypeError), (None, TypeError), (-1, ValueError)])
+def test_a_limit_that_is_none(given: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"largest_constant=.*: RemoveDeadWork\(largest_constant=1 << 20\)"):
+        rg.RemoveDeadWork(largest_constant=given)

@@ -149,3 +149,21 @@ def test_in_a_model() -> None:
 def test_numbers_that_not_every_activation_takes_are_refused(old: Any, new: Any, x: torch.Tensor) -> None:
     model = Wrap(lambda m, x: m.act(x), act=old())
     check_refused(rg.ReplaceActivation({old: new}), model, (x,), "trace", "not floating point")
+
+
+@pytest.mark.parametrize(
+    ("mapping", "says"),
+    [
+        ("relu", "mapping='relu', but takes a dictionary"),
+        ([(nn.GELU, nn.ReLU)], "takes a dictionary"),
+        ({"relu": "gelu"}, "mapping has 'relu'"),
+        ({nn.ReLU: "gelu"}, "mapping has 'gelu'"),
+        ({nn.ReLU: 3}, "mapping has 3"),
+        ({nn.ReLU: int}, "mapping has <class 'int'>"),
+        ({nn.ReLU: nn.Linear}, "the class Linear, which needs arguments"),
+    ],
+    ids=str,
+)
+def test_wrong_mappings(mapping: Any, says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        rg.ReplaceActivation(mapping)

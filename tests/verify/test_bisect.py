@@ -130,6 +130,9 @@ def test_nothing_to_find_and_nothing_to_search() -> None:
         bisect(nn.Identity(), graph_with({}, 4), (X,), journal=FakeJournal((4,)))
     with pytest.raises(TypeError, match=r"regraft\.trace"):
         bisect(nn.Identity(), nn.Identity(), (X,))  # type: ignore[arg-type]
+    for reference, args in ((nn.Identity(), X), (nn.Identity(), ()), (3, (X,))):
+        with pytest.raises(TypeError, match=r"bisect\(reference, gm, args="):
+            bisect(reference, graph_with({}, 4), args, journal=FakeJournal((4,)))  # type: ignore[arg-type]
 
 
 def test_the_script_is_python_and_loads_what_is_written(tmp_path: Path) -> None:

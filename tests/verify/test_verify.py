@@ -523,6 +523,13 @@ def test_wrong_calls(model: Model, args: Any, kwargs: Any, says: str) -> None:
         verify(model, model, args, kwargs)
 
 
+@pytest.mark.parametrize("name", ["factor", "rtol", "atol"])
+def test_wrong_tolerances(model: Model, x: torch.Tensor, name: str) -> None:
+    for given, error in (("x", TypeError), (True, TypeError), (-1, ValueError), (float("nan"), ValueError)):
+        with pytest.raises(error, match=rf"{name}=.*verify\(reference, candidate, args, {name}="):
+            verify(model, model, (x,), **{name: given})
+
+
 def test_wrong_models_and_extra_inputs(model: Model, x: torch.Tensor) -> None:
     with pytest.raises(TypeError, match="candidate is a int"):
         verify(model, 3, (x,))  # type: ignore[arg-type]

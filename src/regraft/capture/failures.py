@@ -124,8 +124,9 @@ def refuse_example(model: nn.Module, call: Call) -> None:
     if any(map(is_lazy, model.parameters())):
         return  # a call would make its weights
     args, kwargs = call.rebuild([leaf.detach().clone() for leaf in call.leaves])
+    dense = [buffer for buffer in model.buffers() if buffer.layout is torch.strided and not buffer.is_meta]
     try:
-        with untouched(model), values_kept(model.buffers()), torch.no_grad():
+        with untouched(model), values_kept(dense), torch.no_grad():
             model(*args, **kwargs)
     except Exception as error:  # whatever a model raises
         said = str(error).strip().splitlines()

@@ -35,6 +35,7 @@ def lift(exported_program: torch.export.ExportedProgram) -> GraphModule:
         exported_program: a program from `torch.export.export`, not decomposed; it is not changed.
 
     Raises:
+        TypeError: it is no exported program.
         CaptureError: the program has inputs that a graph module has no form for.
 
     Example:
@@ -45,6 +46,11 @@ def lift(exported_program: torch.export.ExportedProgram) -> GraphModule:
         ...  for gm in [lift(program)] for node in gm.graph.nodes if node.op == "call_module"]
         [('0', 'Linear'), ('1', 'ReLU')]
     """
+    if not isinstance(exported_program, torch.export.ExportedProgram):
+        raise TypeError(
+            f"lift takes a torch.export.ExportedProgram, and got {type(exported_program).__name__}; "
+            "a model is captured by regraft.trace(model, args)"
+        )
     interface = _interface(exported_program)
     tree = _tree(exported_program)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import re
 import zipfile
 from pathlib import Path
@@ -23,10 +24,13 @@ def load_program(path: str | Path) -> torch.export.ExportedProgram:
         path: the file.
 
     Raises:
+        TypeError: it is no path.
         FileNotFoundError: there is no such file.
         ImportError: the program returns a class of transformers, which is not installed.
         CaptureError: it is no program, or one that this torch cannot load.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f'path is a {type(path).__name__}, but takes that of a file: regraft.load("model.pt2")')
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no file {path}; result.save({str(path)!r}) writes one")
     _make_known(path)

@@ -80,12 +80,15 @@ def symbolic_trace(
 
     Args:
         model: the model. A graph module is returned as it is, as regraft's.
-        input_names: the arguments that the graph is to take; None for the main inputs of the model.
+        input_names: the arguments that the graph of a transformers model is to take; None for its main inputs. That of
+            any other model takes what its forward takes.
         disable_check: do not compare `input_names` with the model's forward beforehand.
         tracer_cls: trace with this class of `torch.fx` in any case.
 
     Raises:
-        CaptureError: the model cannot be captured, or an input cannot be made; the message says how to pass it.
+        TypeError: an argument is not what it should be; the message shows the corrected call.
+        CaptureError: the model cannot be captured, it takes no such input, or an input cannot be made; the message
+            says how to pass it.
 
     Example:
         >>> import torch
@@ -97,7 +100,11 @@ def symbolic_trace(
         return adopt(model)
     if not isinstance(model, nn.Module):
         raise TypeError(f"symbolic_trace takes a torch.nn.Module, not a {type(model).__name__}")
+    names = _listed(input_names)
+    if names is not None and not disable_check:
+        _check_names(model, names)
     if tracer_cls is not None:
+        _expect_tracer(tracer_cls)
         return _traced(model, tracer_cls)
     if not transformers_adapter.is_pretrained(model):
         try:
@@ -106,10 +113,27 @@ def symbolic_trace(
             with contextlib.suppress(CaptureError):
                 return _traced(model, _TracerOfBuffers)
             raise error
-    names = list(input_names) if input_names is not None else transformers_adapter.main_inputs(model)
-    if not disable_check:
-        _check_names(model, names)
-    return _exported(model, names)
+    return _exported(model, names if names is not None else transformers_adapter.main_inputs(model))
+
+
+def _listed(names: Any) -> list[str] | None:
+    if names is None:
+        return None
+    call = "regraft.symbolic_trace(model, input_names={})"
+    if isinstance(names, str):
+        raise TypeError(f"input_names={names!r} is one name: {call.format([names])}")
+    listed = list(names) if isinstance(names, Iterable) else [names]
+    if not all(isinstance(name, str) for name in listed):
+        raise TypeError(f"input_names={names!r}, but takes names: {call.format(['input_ids'])}")
+    return listed
+
+
+def _expect_tracer(kind: object) -> None:
+    if not (isinstance(kind, type) and issubclass(kind, Tracer)):
+        raise TypeError(
+            f"tracer_cls={kind!r}, but takes a class of tracers: "
+            "regraft.symbolic_trace(model, tracer_cls=torch.fx.Tracer)"
+        )
 
 
 def _check_names(model: nn.Module, names: Iterable[str]) -> None:

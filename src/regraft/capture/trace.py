@@ -19,6 +19,7 @@ from regraft.capture.shapes import Axes, axes_of
 from regraft.capture.signature import Call, take_apart
 from regraft.capture.untouched import untouched, values_kept
 from regraft.core.errors import CaptureError
+from regraft.core.expect import expect_call
 from regraft.core.fx_private import codegen_of
 from regraft.core.graph_module import GraphModule, adopt
 from regraft.core.mutation import weights_written
@@ -43,7 +44,7 @@ def trace(
 
     Raises:
         CaptureError: the model cannot be captured; the message names the line of its source and what to do.
-        TypeError: the model's forward takes no such arguments.
+        TypeError: an argument is not what it should be, or the model's forward takes no such arguments.
 
     Example:
         >>> import torch
@@ -57,9 +58,10 @@ def trace(
     if isinstance(model, torch.fx.GraphModule):
         return adopt(model)
     expect_python("trace", model)
+    args, kwargs = expect_call(args, kwargs, "regraft.trace(model, {})")
     transformers_adapter.prepare(model)
-    call = take_apart(model, args, dict(kwargs or {}))
-    axes = axes_of(call, dynamic_shapes, model, args, dict(kwargs or {}))
+    call = take_apart(model, args, kwargs)
+    axes = axes_of(call, dynamic_shapes, model, args, kwargs)
     return capture(model, call, axes, automatic=dynamic_shapes == "auto" if isinstance(dynamic_shapes, str) else False)
 
 

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from regraft.core.carry import before, digest, tensors_of
 from regraft.core.clone import clone_module
 from regraft.core.errors import ReversalConflict
+from regraft.core.expect import expect_graph
 from regraft.core.graph_module import GraphModule as OwnGraphModule
 from regraft.core.history import with_original_slots
 from regraft.core.journal import Journal, SiteRecord, Step, WeightRecord
@@ -40,6 +41,7 @@ def original_state_dict(gm: GraphModule) -> dict[str, Any]:
         >>> list(gm.state_dict()), list(rg.original_state_dict(gm))
         (['0.weight'], ['0.weight', '0.bias'])
     """
+    expect_graph(gm, "original_state_dict", "regraft.original_state_dict({})")
     state: dict[str, Any] = with_original_slots(gm, carry=True).state_dict()
     return state
 
@@ -68,6 +70,7 @@ def load_original_state_dict(gm: GraphModule, state_dict: Mapping[str, Any]) -> 
         >>> gm.get_submodule("0").weight.flatten()[0]
         tensor(1.0000, grad_fn=<SelectBackward0>)
     """
+    expect_graph(gm, "load_original_state_dict", "regraft.load_original_state_dict({}, state_dict)")
     original = with_original_slots(gm, carry=False)
     fresh = _Replacement(_fresh_tensors(gm, original))
     trial = fresh.module(original)

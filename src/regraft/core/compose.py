@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 from torch.fx import GraphModule, Node
 
-from regraft.core.history import lint_and_recompile, undo_steps
+from regraft.core.history import lint, lint_and_recompile, undo_steps
 from regraft.core.journal import Journal, Step
 from regraft.core.modules import graph_modules
 from regraft.core.report import Report
@@ -83,6 +83,7 @@ class _Composition(Transformation):
         known = len(Journal.of(trial).steps)
         for part in self.transformations:
             part.rehearse(trial)
+        lint(trial)
         return Report(repr(self), tuple(Journal.of(trial).steps[known:]))
 
     def rehearse(self, trial: GraphModule) -> None:
@@ -159,7 +160,7 @@ def compose(*args: Transformation, inplace: bool = True) -> Transformation:
     given: tuple[object, ...] = args
     for part in given:
         if not isinstance(part, Transformation):
-            hint = f"; did you mean compose({part.__name__}())?" if isinstance(part, type) else ""
+            hint = f"; did you mean compose({part.__name__}())?" if isinstance(part, type) else ": compose(one, two)"
             raise TypeError(f"compose takes transformations, and got {part!r}{hint}")
     kind = _ReversibleComposition if all(isinstance(part, ReversibleTransformation) for part in args) else _Composition
     return kind(args, inplace)

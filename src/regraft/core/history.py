@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 
 from regraft.core.carry import apply_settings, carry_back, changed_settings, with_values
 from regraft.core.errors import ReversalConflict
+from regraft.core.expect import expect_graph
 from regraft.core.journal import Journal, SiteRecord, Step
 from regraft.core.modules import graph_modules
 from regraft.core.reversal import Conflict, Reversal
@@ -33,6 +34,7 @@ def history(gm: GraphModule) -> tuple[Step, ...]:
         >>> [(step.id, step.transformation, len(step.applied)) for step in rg.history(gm)]
         [(1, 'FuseBatchNorm2dInConv2d', 1)]
     """
+    expect_graph(gm, "history", "regraft.history({})")
     return tuple(Journal.of(gm).steps) if Journal.KEY in gm.meta else ()
 
 
@@ -57,6 +59,7 @@ def undo(gm: GraphModule, step: Step | int | str | None = None, *, site: str | i
         >>> rg.undo(rg.FuseBatchNorm2dInConv2d()(gm)).code == code
         True
     """
+    expect_graph(gm, "undo", "regraft.undo({})")
     steps = list(history(gm))
     if step is not None:
         steps = [_find_step(steps, step)]
@@ -77,6 +80,7 @@ def undo(gm: GraphModule, step: Step | int | str | None = None, *, site: str | i
 
 def forget(gm: GraphModule) -> GraphModule:
     """Drop the history and with it the original weights, for deployment. Nothing can be undone afterwards."""
+    expect_graph(gm, "forget", "regraft.forget({})")
     gm.meta.pop(Journal.KEY, None)
     return gm
 
@@ -165,10 +169,16 @@ def with_original_slots(gm: GraphModule, carry: bool) -> GraphModule:
     return original
 
 
-def lint_and_recompile(gm: GraphModule) -> None:
-    """Check the graphs of `gm`, nested ones too, and compile their code."""
+def lint(gm: GraphModule) -> None:
+    """Check the graphs of `gm`, nested ones too."""
     for module in graph_modules(gm).values():
         module.graph.lint()
+
+
+def lint_and_recompile(gm: GraphModule) -> None:
+    """Check the graphs of `gm`, nested ones too, and compile their code."""
+    lint(gm)
+    for module in graph_modules(gm).values():
         module.recompile()
 
 

@@ -229,9 +229,7 @@ class Mutations:
 
     def of(self, value: Node) -> list[Node]:
         """The nodes that may write into the memory of `value`, in order."""
-        if not self._writes:
-            return []
-        return self._writes.get(self.root(value), [])
+        return self._writes.get(self.root(value), []) if self._writes else []
 
     def between(self, value: Node, first: Node, last: Node) -> Node | None:
         """A node after `first` and before `last` that may write into `value`."""

@@ -13,6 +13,7 @@ from torch import nn
 aten = torch.ops.aten
 
 _WEIGHTS = ("weight", "bias", "running_mean", "running_var")
+_KNOWN: set[str] = set()  # the argument names of all operations
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +41,21 @@ class Operation:
     orders: Mapping[Callable[..., Any], str] = field(default_factory=dict)
     relatives: tuple[type[nn.Module], ...] = ()
     attributes: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _KNOWN.update(*(order.split() for order in (self.parameters, *self.orders.values())))
+
+    def default(self, name: str) -> Any:
+        """What an argument is where a call leaves it out.
+
+        One that only other operations have is None: rules ask several operations alike.
+
+        Raises:
+            KeyError: if no operation has an argument of this name.
+        """
+        if name not in _KNOWN:
+            raise KeyError(f"no operation has an argument {name}; {self} has {', '.join(self.names)}")
+        return self.defaults.get(name)
 
     @cached_property
     def names(self) -> tuple[str, ...]:

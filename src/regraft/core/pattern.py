@@ -10,10 +10,13 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from regraft.core import vocabulary
+from regraft.core.errors import TransformationError
 from regraft.core.plainness import unlike
 from regraft.core.relatives import relative
 from regraft.core.vocabulary import Call, Operation, location, operation_of, read
@@ -93,6 +96,10 @@ class Calls(Pattern):
     """
 
     def __init__(self, *operations: Operation, modules: tuple[type[nn.Module], ...] = ()) -> None:
+        expect_operations(type(self).__name__, *operations)
+        kinds: object = modules
+        if not isinstance(kinds, tuple) or not all(isinstance(kind, type) for kind in kinds):
+            raise TypeError(f"modules={modules!r}, but takes a tuple of classes: modules=(torch.nn.BatchNorm1d,)")
         self.operations = operations
         self.modules = modules
 
@@ -125,6 +132,9 @@ class Siblings(Pattern):
     operation: Operation
     by: Callable[[Call], Hashable] | None = None
 
+    def __post_init__(self) -> None:
+        expect_operations(type(self).__name__, self.operation)
+
     def candidates(self, owner: GraphModule) -> Iterator[tuple[Node, ...]]:
         groups: dict[Hashable, list[Node]] = {}
         strangers: list[Call] = []
@@ -144,3 +154,50 @@ class Siblings(Pattern):
 
     def match(self, owner: GraphModule, nodes: tuple[Node, ...]) -> Match | None:
         return super().match(owner, nodes) or (near_miss(nodes[0], owner) if len(nodes) == 1 else None)
+
+
+def expect_operations(pattern: str, *given: object) -> None:
+    """Refuse what is no operation: a pattern would look for it and find nothing.
+
+    Args:
+        pattern: The name of the class that was given it.
+        given: All that it was given.
+
+    Raises:
+        TypeError: Something else is among it, or there is nothing.
+    """
+    wrong = [repr(item) for item in given if not isinstance(item, Operation)] or ["none"]
+    if not given or wrong != ["none"]:
+        meant = ", ".join(dict.fromkeys(map(_meant, given))) or "LINEAR"
+        raise TypeError(
+            f"{pattern} takes operations of regraft.core.vocabulary, and got {wrong[0]}; as in {pattern}({meant})"
+        )
+
+
+def expect_pattern(given: object, rewrite: str) -> None:
+    """Refuse what is no pattern.
+
+    Args:
+        given: What a rewrite has for it; None where it has nothing.
+        rewrite: The name of its class.
+
+    Raises:
+        TransformationError: It is something else.
+    """
+    if isinstance(given, Pattern):
+        return
+    has = "no pattern" if given is None else f"{given!r} as its pattern"
+    raise TransformationError(f"{rewrite} has {has}; say where it begins: pattern = regraft.Calls({_meant(given)})")
+
+
+def _meant(given: Any) -> str:
+    """The name of the operation that somebody means by a layer, a function or a word; of any where there is none."""
+    kind = type(given) if isinstance(given, nn.Module) else given
+    for name, operation in vars(vocabulary).items():
+        if not isinstance(operation, Operation):
+            continue
+        if given is operation or (isinstance(given, str) and given in (name, operation.name, *operation.methods)):
+            return name
+        if any(kind is spelling for spelling in (*operation.functions, *operation.modules, *operation.relatives)):
+            return name
+    return "LINEAR"

@@ -33,9 +33,16 @@ def require(*answers: Answer) -> None:
         answers: What the questions of `Facts`, or `that`, have said.
 
     Raises:
+        TypeError: if one is neither None nor a sentence, as a bare condition is.
         Refused: with all the sentences; the engine records it, and the site stays as it was.
     """
     sentences = [answer for answer in answers if answer is not None]
+    for sentence in sentences:
+        if not isinstance(sentence, str):
+            raise TypeError(
+                f"require takes None or a sentence, and got {sentence!r}; a condition comes with what to say where it "
+                'does not hold: require(that(condition, "why not"))'
+            )
     if sentences:
         raise Refused("; ".join(dict.fromkeys(sentences)))
 

@@ -8,7 +8,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 from torch.fx import GraphModule, Node
 
@@ -16,7 +16,7 @@ from regraft.core.edit import Edit
 from regraft.core.errors import NothingApplied, Refused, TransformationError
 from regraft.core.history import lint_and_recompile, log_step, undo_steps
 from regraft.core.journal import Journal, Refusal, SiteRecord, Step
-from regraft.core.pattern import Match, Pattern
+from regraft.core.pattern import Match, Pattern, expect_pattern
 from regraft.core.query import Facts
 from regraft.core.reversal import Reversal
 from regraft.core.snapshot import Codes, Snapshot
@@ -62,6 +62,12 @@ class Rewrite(ReversibleTransformation):
 
     pattern: Pattern
     exhaustive: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        pattern = vars(cls).get("pattern")
+        if pattern is not None and not hasattr(pattern, "__get__"):  # what a property makes is looked at when it runs
+            expect_pattern(pattern, cls.__name__)
 
     @abstractmethod
     def rewrite(self, match: Match, edit: Edit, facts: Facts) -> str:
@@ -134,8 +140,8 @@ class Rewrite(ReversibleTransformation):
         return gm
 
     def _run(self, gm: GraphModule, compile_code: bool, *, dry: bool, consume: bool, strict: bool) -> Step:
-        self._expect_pattern()
         start = time.perf_counter()
+        expect_pattern(self.pattern if "pattern" in dir(self) else None, type(self).__name__)
         journal = Journal.of(gm)
         journal.settle(gm)
         steps, codes = list(journal.steps), Codes(gm)
@@ -181,26 +187,6 @@ class Rewrite(ReversibleTransformation):
                 "edit.redirect(node, other), edit.erase(node)"
             )
 
-    def _expect_pattern(self) -> None:
-        # `pattern` may be set by `__init__` or be a property, so its class cannot tell; an `AttributeError` that a
-        # property itself raises is not taken for a pattern that is missing.
-        given = hasattr(type(self), "pattern") or "pattern" in vars(self)
-        pattern = self.pattern if given else None
-        if not isinstance(pattern, Pattern):
-            found = f"the pattern {pattern!r}, which is none" if given else "no pattern"
-            raise TransformationError(
-                f"{type(self).__name__} has {found}; say in the class where it begins: pattern = regraft.Calls(LINEAR),"
-                " with `from regraft.core.vocabulary import LINEAR`"
-            )
-
-    def _said(self, sentence: object) -> str:
-        if isinstance(sentence, str):
-            return sentence
-        raise TransformationError(
-            f"{type(self).__name__}.rewrite returned {type(sentence).__name__}, not what was done in a few words; end "
-            'it with `return "merged query and key"`'
-        )
-
     def _visit(
         self,
         facts: Facts,
@@ -244,7 +230,7 @@ class Rewrite(ReversibleTransformation):
                 try:
                     if match.reason is not None:
                         raise Refused(match.reason)
-                    sentence = self._said(self.rewrite(match, edit, facts))
+                    sentence = self._sentence(self.rewrite(match, edit, facts))
                     site = edit.commit(journal.new_site(), where, sentence, consume)
                 except Refused as reason:
                     if edit.rollback():  # it had begun to edit
@@ -257,3 +243,11 @@ class Rewrite(ReversibleTransformation):
                     erased |= edit.erased
                     applied.append(site)
         return facts, refused
+
+    def _sentence(self, returned: object) -> str:
+        if isinstance(returned, str):
+            return returned
+        raise TransformationError(
+            f"{type(self).__name__}.rewrite returned {type(returned).__name__}, not what it did; end it with "
+            '`return "a few words"`, and leave a site as it was with `require(that(condition, "why not"))`'
+        )

@@ -12,8 +12,9 @@ from torch.fx import GraphModule, Node
 
 from regraft.core.arithmetic import node_arithmetic
 from regraft.core.errors import TransformationError
+from regraft.core.expect import expect_graph
 from regraft.core.graph_module import adopt
-from regraft.core.history import lint_and_recompile, undo_steps, withdraw
+from regraft.core.history import lint, lint_and_recompile, undo_steps, withdraw
 from regraft.core.journal import Journal, Refusal, SiteRecord, Step
 from regraft.core.modules import graph_modules
 from regraft.core.report import Report
@@ -82,6 +83,8 @@ class Transformation(ABC):
 
     def get_transformed_nodes(self, graph_module: GraphModule) -> list[Node]:
         """The nodes marked by this transformation, in order, those of nested graph modules included."""
+        name = type(self).__name__
+        expect_graph(graph_module, name, f"{name}().get_transformed_nodes({{}})")
         signature = self.signature
         owners = graph_modules(graph_module).values()
         return [node for owner in owners for node in owner.graph.nodes if signature in node.meta.get(MARKS, ())]
@@ -95,6 +98,7 @@ class Transformation(ABC):
         trial = copy.copy(expect_graph_module(graph_module, self))
         known = len(Journal.of(trial).steps)
         self.rehearse(trial)
+        lint(trial)  # as applying does
         return Report(type(self).__name__, tuple(Journal.of(trial).steps[known:]))
 
     def rehearse(self, trial: GraphModule) -> None:
@@ -194,12 +198,9 @@ class ReversibleTransformation(Transformation):
 
 def expect_graph_module(graph_module: Any, transformation: Transformation) -> GraphModule:
     """`graph_module`, adopted in place; a `TypeError` with the corrected call where it is none."""
-    if isinstance(graph_module, GraphModule):
-        return adopt(graph_module)
     name = type(transformation).__name__
-    kind = type(graph_module).__name__
-    hint = "regraft.lift(program)" if kind == "ExportedProgram" else "regraft.trace(model, args)"
-    raise TypeError(f"{name} takes a torch.fx.GraphModule, and got {kind}; capture it first: {name}()({hint})")
+    expect_graph(graph_module, name, f"{name}()({{}})")
+    return adopt(graph_module)
 
 
 def add_step(

@@ -168,7 +168,7 @@ class Call:
     _weights: dict[str, Weight | None] = field(default_factory=dict, init=False, repr=False)
 
     def __getitem__(self, name: str) -> Any:
-        return self.arguments.get(name, self.operation.defaults.get(name))
+        return self.arguments[name] if name in self.arguments else self.operation.default(name)
 
     @property
     def input(self) -> Node:

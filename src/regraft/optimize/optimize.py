@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from torch import fx
 from torch.export import ExportedProgram
 
+from regraft.core.expect import expect_number
 from regraft.optimize import presets
 from regraft.optimize.engines import ENGINES
 from regraft.optimize.engines.choosing import expect_installed
@@ -68,7 +68,7 @@ def optimize(
     Raises:
         CaptureError: The model cannot be captured; the message names the line of its source and the cure.
         TypeError: An argument is not what it should be; the message shows the corrected call.
-        ValueError: There is no such preset, engine or way to keep.
+        ValueError: There is no such preset, engine or way to keep, or `seconds` is not positive.
         ImportError: The engine is not installed; the message shows how to install it.
 
     Example:
@@ -91,8 +91,7 @@ def optimize(
             f"engine={engine!r} needs a module, whose drop-in can call it, and a {type(model).__name__} comes back as "
             f"one: regraft.optimize(module, args, engine={engine!r})"
         )
-    if not 0 < seconds < math.inf:  # neither holds of NaN
-        raise ValueError(f"seconds={seconds}, but has to be positive and finite, as in seconds=0.5")
+    expect_number(seconds, "seconds", "regraft.optimize(model, args, seconds=0.5)", zero=False)
     with Progress(total=len(chosen) + 3) as progress:
         subject = subject_of(model, args, kwargs, dynamic_shapes, progress.next)
         progress.total = len(subject.graphs) * (len(chosen) + 2 + (keep == "measured")) + 1

@@ -108,6 +108,7 @@ def load(path: str | Path) -> GraphModule:
         path: The file. Where it returns classes of a library other than transformers, that one is imported first.
 
     Raises:
+        TypeError: It is no path.
         FileNotFoundError: There is no such file.
         CaptureError: It is no program, or one that this torch cannot load.
     """

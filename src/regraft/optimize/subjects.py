@@ -23,6 +23,7 @@ from regraft.capture.trace import expect_python
 from regraft.capture.transformers_adapter import is_pretrained, main_inputs
 from regraft.capture.untouched import untouched, values_kept
 from regraft.core.errors import CaptureError
+from regraft.core.expect import expect_call
 from regraft.core.graph_module import GraphModule, adopt
 from regraft.dropin import Entry, Reader, share
 from regraft.optimize.axes import axes_of
@@ -276,10 +277,4 @@ def _checked(model: Any, args: Any, kwargs: Any) -> Inputs:
         )
     if isinstance(model, nn.Module):
         expect_python("optimize", model)
-    if isinstance(args, Mapping):
-        raise TypeError("args is a mapping, but takes a tuple; the call is regraft.optimize(model, kwargs=inputs)")
-    if not isinstance(args, (tuple, list)):
-        raise TypeError(f"args is a {type(args).__name__}, but takes a tuple: regraft.optimize(model, (x,))")
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise TypeError(f"kwargs is a {type(kwargs).__name__}, but takes a dictionary: kwargs={{'mask': mask}}")
-    return tuple(args), dict(kwargs or {})
+    return expect_call(args, kwargs, "regraft.optimize(model, {})")

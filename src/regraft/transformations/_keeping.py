@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from regraft.core.query import that
@@ -16,10 +16,13 @@ def keeping(keep: Sequence[str], transformation: str) -> tuple[str, ...]:
         transformation: The name of the class, for the error.
 
     Raises:
-        TypeError: It is one string, whose letters would each be taken for a name.
+        TypeError: It is one string, whose letters would each be taken for a name, or no names.
     """
     if isinstance(keep, str):
         raise TypeError(f"keep={keep!r} is one name; the call is {transformation}(keep=[{keep!r}])")
+    given: object = keep
+    if not isinstance(given, Iterable) or not all(isinstance(name, str) for name in keep):
+        raise TypeError(f'keep={keep!r}, but takes names of modules: {transformation}(keep=["lm_head"])')
     return tuple(keep)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -43,6 +44,35 @@ class Replaceable(Pattern):
         if node.op not in ("call_module", "call_function", "call_method"):
             return None
         return next((wanted for wanted in self.activations if _calls(node, wanted, owner)), None)
+
+
+def expect_activations(mapping: object) -> None:
+    """Refuse what is no mapping of activations.
+
+    Args:
+        mapping: What was given.
+
+    Raises:
+        TypeError: It is something else, something else is in it, or a class that needs arguments is to be made.
+    """
+    call = "ReplaceActivation({torch.nn.GELU: torch.nn.ReLU})"
+    if not isinstance(mapping, Mapping):
+        raise TypeError(f"mapping={mapping!r}, but takes a dictionary of what to replace, by what: {call}")
+    for given in (*mapping, *mapping.values()):
+        if not callable(given) or (isinstance(given, type) and not issubclass(given, nn.Module)):
+            raise TypeError(f"mapping has {given!r}, but takes modules, their classes, and functions: {call}")
+    for given in mapping.values():
+        if isinstance(given, type) and not _has_defaults(given):
+            call = f"ReplaceActivation({{...: {given.__name__}(...)}})"
+            raise TypeError(f"mapping has the class {given.__name__}, which needs arguments: {call}")
+
+
+def _has_defaults(kind: type) -> bool:
+    try:
+        inspect.signature(kind).bind()
+    except TypeError:
+        return False
+    return True
 
 
 def _calls(node: Node, wanted: Activation, owner: GraphModule) -> bool:

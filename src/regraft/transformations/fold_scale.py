@@ -7,6 +7,7 @@ import math
 import torch
 
 from regraft.core.edit import Derived, Edit
+from regraft.core.expect import expect_flag
 from regraft.core.pattern import Match
 from regraft.core.query import Facts, require, that
 from regraft.core.rewrite import Rewrite
@@ -48,6 +49,7 @@ class FoldScale(Rewrite):
     exhaustive = True
 
     def __init__(self, layer_norms: bool = True) -> None:
+        expect_flag(layer_norms, "layer_norms", "FoldScale(layer_norms=False)")
         self.layer_norms = layer_norms
 
     def rewrite(self, match: Match, edit: Edit, facts: Facts) -> str:

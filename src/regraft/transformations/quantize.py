@@ -55,6 +55,8 @@ class Quantize(Rewrite):
     def __init__(self, config: Any = "int8", keep: Sequence[str] = ()) -> None:
         if isinstance(config, str) and config not in CONFIGS:
             raise ValueError(f"config={config!r}: use {' or '.join(map(repr, CONFIGS))}, as in Quantize('int8')")
+        if not isinstance(config, str) and not any(k.__module__.startswith("torchao.") for k in type(config).__mro__):
+            raise TypeError(f"config={config!r} is neither a name nor a configuration of torchao: Quantize('int8')")
         self.config = config
         self.keep = keeping(keep, "Quantize")
 

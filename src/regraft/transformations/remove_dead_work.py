@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from regraft.core.edit import Edit
+from regraft.core.expect import expect_number
 from regraft.core.pattern import Match
 from regraft.core.query import Facts, require, that
 from regraft.core.rewrite import Rewrite
@@ -36,6 +37,7 @@ class RemoveDeadWork(Rewrite):
     preserves_computation = True
 
     def __init__(self, largest_constant: int = 1 << 20) -> None:
+        expect_number(largest_constant, "largest_constant", "RemoveDeadWork(largest_constant=1 << 20)")
         self.largest_constant = largest_constant
 
     @property

@@ -14,7 +14,7 @@ from regraft.core.plainness import plain_module
 from regraft.core.query import Facts, require, that
 from regraft.core.rewrite import Rewrite
 from regraft.core.vocabulary import attribute
-from regraft.transformations._replaceable import Activation, Replaceable, input_of
+from regraft.transformations._replaceable import Activation, Replaceable, expect_activations, input_of
 
 
 class ReplaceActivation(Rewrite):
@@ -39,7 +39,9 @@ class ReplaceActivation(Rewrite):
 
     def __init__(self, mapping: Mapping[Activation, Activation] | None = None) -> None:
         usual: dict[Activation, Activation] = {nn.GELU: nn.GELU("tanh"), nn.SiLU: nn.Hardswish}
-        self.mapping = _checked(mapping) if mapping is not None else usual
+        if mapping is not None:
+            expect_activations(mapping)
+        self.mapping = dict(mapping) if mapping is not None else usual
 
     @property
     def pattern(self) -> Pattern:  # type: ignore[override]
@@ -74,16 +76,6 @@ class ReplaceActivation(Rewrite):
         if module is not None:
             edit.discard_module(path)
         return f"{_name_of(wanted)} became {name}"
-
-
-def _checked(mapping: object) -> dict[Activation, Activation]:
-    call = "ReplaceActivation({torch.nn.GELU: torch.nn.ReLU})"
-    if not isinstance(mapping, Mapping):
-        raise TypeError(f"mapping is a {type(mapping).__name__}, but takes a dictionary, as in {call}")
-    for one in (*mapping, *mapping.values()):
-        if not callable(one):
-            raise TypeError(f"mapping has {one!r}, but takes classes of modules, modules and functions, as in {call}")
-    return dict(mapping)
 
 
 def _name_of(activation: Activation) -> str:

@@ -12,9 +12,11 @@ from typing import Any, Protocol
 from torch import fx
 
 from regraft.core.errors import ReversalConflict
+from regraft.verify.call import check_call
+from regraft.verify.oracle import Oracle
 from regraft.verify.result import Verification
 from regraft.verify.script import reproduction, save
-from regraft.verify.verify import Model, verify
+from regraft.verify.verify import Model, expect_callable, verify
 
 
 class Site(Protocol):
@@ -194,7 +196,7 @@ class _Search:
 
 
 def bisect(
-    reference: Model,
+    reference: Model | Oracle,
     gm: fx.GraphModule,
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -217,13 +219,16 @@ def bisect(
 
     Raises:
         ValueError: `gm` verifies, so there is nothing to find.
-        TypeError: `gm` is not a graph module.
+        TypeError: `gm` is not a graph module, or the call does not fit the reference.
     """
     if not isinstance(gm, fx.GraphModule):
         raise TypeError(
             f"gm is a {type(gm).__name__}, but only a graph module has a history: "
             "gm = regraft.trace(model, args); gm = transformation(gm); bisect(model, gm, args)"
         )
+    call = "bisect(reference, gm, {})"
+    right = reference.reference if isinstance(reference, Oracle) else expect_callable(reference, "reference", call)
+    check_call(right, args, kwargs, call)
     journal = journal or _Engine()
     search = _Search(journal, gm, lambda work: verify(reference, work, args, kwargs, **options))
     bad = search.verification(gm)

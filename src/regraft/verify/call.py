@@ -8,14 +8,22 @@ from typing import Any
 
 import torch
 
+from regraft.core.expect import expect_call
 from regraft.verify.run import Inputs, inputs_tree
 from regraft.verify.tree import unsupported
 
-_CORRECT = "verify(reference, candidate, args=(x,), kwargs={'mask': m})"
+VERIFY = "verify(reference, candidate, {})"
+"""How `verify` is called, for errors."""
 
 
-def check_call(model: Callable[..., Any], args: Any, kwargs: Any) -> Inputs:
+def check_call(model: Callable[..., Any], args: Any, kwargs: Any, call: str = VERIFY) -> Inputs:
     """The inputs of a call, checked against the model's signature.
+
+    Args:
+        model: What is called.
+        args: The positional arguments.
+        kwargs: The named ones.
+        call: The call to correct in an error, with `{}` in the place of both.
 
     Raises:
         TypeError: naming the argument and showing the corrected call.
@@ -25,29 +33,16 @@ def check_call(model: Callable[..., Any], args: Any, kwargs: Any) -> Inputs:
     ...
     TypeError: args is a Tensor, but takes a tuple of the positional arguments: verify(reference, candidate, args=(x,))
     """
-    if isinstance(args, torch.Tensor):
-        raise TypeError(
-            "args is a Tensor, but takes a tuple of the positional arguments: verify(reference, candidate, args=(x,))"
-        )
-    if isinstance(args, Mapping):
-        raise TypeError(
-            f"args is a {type(args).__name__}, but takes a tuple of the positional arguments; named ones go to kwargs: "
-            "verify(reference, candidate, kwargs=inputs)"
-        )
-    if not isinstance(args, (tuple, list)):
-        raise TypeError(f"args is a {type(args).__name__}, but takes a tuple of the positional arguments: {_CORRECT}")
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise TypeError(f"kwargs is a {type(kwargs).__name__}, but takes a dictionary: {_CORRECT}")
-    inputs: Inputs = (tuple(args), dict(kwargs or {}))
+    inputs: Inputs = expect_call(args, kwargs, call)
     for name, tensor in inputs_tree(*inputs).tensors():
         why = unsupported(tensor)
         if why is not None:
             raise TypeError(f"verify compares dense tensors: {name} {why}")
-    _check_signature(model, inputs)
+    _check_signature(model, inputs, call)
     return inputs
 
 
-def _check_signature(model: Callable[..., Any], inputs: Inputs) -> None:
+def _check_signature(model: Callable[..., Any], inputs: Inputs, call: str) -> None:
     try:
         signature = inspect.signature(getattr(model, "forward", model))
     except (TypeError, ValueError):
@@ -59,9 +54,9 @@ def _check_signature(model: Callable[..., Any], inputs: Inputs) -> None:
         names = [p.name for p in signature.parameters.values() if p.default is p.empty and p.kind < p.VAR_KEYWORD]
         names = [n for n in names if signature.parameters[n].kind is not inspect.Parameter.VAR_POSITIONAL]
         listed = "".join(f"{name}, " for name in names).rstrip()
-        call = f"verify(reference, candidate, args=({listed}))" if names else _CORRECT
+        shown = call.replace("{}", f"args=({listed})" if names else "args=(x,), kwargs={'mask': m}")
         raise TypeError(
-            f"args and kwargs do not fit the reference, which is called as {signature}: {error}. Write {call}"
+            f"args and kwargs do not fit the reference, which is called as {signature}: {error}. Write {shown}"
         ) from None
 
 

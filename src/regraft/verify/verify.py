@@ -12,10 +12,11 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from regraft.core.errors import NotCovered
+from regraft.core.expect import expect_number
 from regraft.core.fx_private import is_export_guard
 from regraft.core.history import history
 from regraft.core.vocabulary import attribute
-from regraft.verify.call import check_call, checked_extra, described
+from regraft.verify.call import VERIFY, check_call, checked_extra, described
 from regraft.verify.compare import HALF, Measured, Rule
 from regraft.verify.contrast import Numbers, contrast, leaf_from
 from regraft.verify.oracle import Oracle, Truth
@@ -86,7 +87,8 @@ def verify(
 
     Raises:
         TypeError: The call does not fit the reference, or something cannot be compared (sparse, nested, meta).
-        ValueError: A transformation of the candidate wrote to weights in place that the reference has, too.
+        ValueError: A tolerance is negative, or a transformation of the candidate wrote to weights in place that the
+            reference has, too.
         Exception: Whatever the reference itself raises on the given inputs.
 
     Example:
@@ -100,8 +102,11 @@ def verify(
         False
     """
     oracle = reference if isinstance(reference, Oracle) else None
-    right = _callable(reference, "reference") if oracle is None else oracle.reference
-    checked = _callable(candidate, "candidate")
+    for name, number in (("factor", factor), ("rtol", rtol), ("atol", atol)):
+        if number is not None:
+            expect_number(number, name, f"verify(reference, candidate, args, {name}={1 if name == 'factor' else 1e-3})")
+    right = expect_callable(reference, "reference") if oracle is None else oracle.reference
+    checked = expect_callable(candidate, "candidate")
     _expect_unwritten(right, checked)
     inputs = check_call(right, args, kwargs)
     more = checked_extra(right, extra_inputs)
@@ -118,13 +123,23 @@ def verify(
     return Verification(tuple(cases), tuple(dict.fromkeys((*_remarks(right, checked), *check.notes))))
 
 
-def _callable(model: Any, argument: str) -> Callable[..., Any]:
+def expect_callable(model: Any, argument: str, call: str = VERIFY) -> Callable[..., Any]:
+    """What runs a model.
+
+    Args:
+        model: A module, a graph module, an `ExportedProgram` or any callable.
+        argument: What it was given as.
+        call: As for `check_call`.
+
+    Raises:
+        TypeError: It is something else.
+    """
     if isinstance(model, ExportedProgram):
         return model.module()
     if not callable(model):
         raise TypeError(
-            f"{argument} is a {type(model).__name__}; verify takes a module, a graph module, an ExportedProgram or a "
-            "callable: verify(reference, candidate, args=(x,), kwargs={'mask': m})"
+            f"{argument} is a {type(model).__name__}; {call.partition('(')[0]} takes a module, a graph module, an "
+            f"ExportedProgram or a callable: {call.replace('{}', 'args=(x,)')}"
         )
     return model  # type: ignore[no-any-return]
 
