@@ -164,6 +164,7 @@ def test_arguments_that_are_wrong() -> None:
     for keep in (2, [2], None):
         with pytest.raises(TypeError, match=r"takes names of modules: Quantize\(keep="):
             rg.Quantize(keep=keep)
+    assert rg.Quantize(keep=(str(i) for i in range(2))).keep == ("0", "1")
     for config in (3, None, torch.int8, nn.Linear):
         with pytest.raises(TypeError, match=r"neither a name nor a configuration of torchao: Quantize\('int8'\)"):
             rg.Quantize(config)

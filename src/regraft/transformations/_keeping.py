@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 from regraft.core.query import that
 
@@ -20,10 +21,11 @@ def keeping(keep: Sequence[str], transformation: str) -> tuple[str, ...]:
     """
     if isinstance(keep, str):
         raise TypeError(f"keep={keep!r} is one name; the call is {transformation}(keep=[{keep!r}])")
-    given: object = keep
-    if not isinstance(given, Iterable) or not all(isinstance(name, str) for name in keep):
+    given: Any = keep
+    names = tuple(given) if isinstance(given, Iterable) else (given,)
+    if not all(isinstance(name, str) for name in names):
         raise TypeError(f'keep={keep!r}, but takes names of modules: {transformation}(keep=["lm_head"])')
-    return tuple(keep)
+    return names
 
 
 def not_kept(where: str, keep: tuple[str, ...], how: str) -> str | None:
