@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import linecache
 import os
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from regraft.capture.signature import Call
-from regraft.capture.untouched import untouched, values_kept
+from regraft.capture.untouched import untouched
 from regraft.core.errors import CaptureError
 
 _TRANSFORMED = "inside of a transformed function"
@@ -90,6 +91,7 @@ _CURES = (
 _SCRIPTED = (
     "into {}, which is of TorchScript, torch.export cannot look; put the module that it was made from in its place"
 )
+_LARGE = 1 << 31  # bytes
 _ELSE = "take this line out of the traced path, or capture the parts of the model before and after it with rg.trace"
 
 
@@ -114,20 +116,27 @@ def capture_error(model: nn.Module, error: BaseException) -> CaptureError:
 def refuse_example(model: nn.Module, call: Call) -> None:
     """Raise where a model that cannot be captured does not take the example either, for then that is to blame.
 
+    It is a copy that is asked, since a forward may write to anything; a large model is not.
+
     Args:
-        model: the model, which is left as it was.
+        model: the model.
         call: the example.
 
     Raises:
         CaptureError: it raises for this example itself.
     """
-    if any(map(is_lazy, model.parameters())):
-        return  # a call would make its weights
-    args, kwargs = call.rebuild([leaf.detach().clone() for leaf in call.leaves])
-    dense = [buffer for buffer in model.buffers() if buffer.layout is torch.strided and not buffer.is_meta]
+    tensors = [*model.parameters(), *model.buffers()]
+    unasked = any(is_lazy(tensor) or tensor.is_meta for tensor in tensors)  # a call would make their weights, or fail
+    if unasked or sum(tensor.nbytes for tensor in tensors if tensor.layout is torch.strided) > _LARGE:
+        return
     try:
-        with untouched(model), values_kept(dense), torch.no_grad():
-            model(*args, **kwargs)
+        twin = copy.deepcopy(model)
+    except Exception:  # whatever an object that hangs on the model raises
+        return
+    args, kwargs = call.rebuild([leaf.detach().clone() for leaf in call.leaves])
+    try:
+        with untouched(twin), torch.no_grad():
+            twin(*args, **kwargs)
     except Exception as error:  # whatever a model raises
         said = str(error).strip().splitlines()
         raise CaptureError(
