@@ -76,6 +76,17 @@ def test_what_pays_is_kept_and_what_does_not_is_taken_back(monkeypatch) -> None:
     assert "taken back, slower" in result.steps[1].reason
     assert [step.transformation for step in rg.history(result.graph_module)] == ["FoldBatchNorm"]
     assert grafts_of(result.model) is not None
+    for given in (result, result.model):  # neither is the graph, which it names
+        with pytest.raises(TypeError, match=r"the result's graph: regraft.history\(result.graph_module\)"):
+            rg.history(given)
+
+
+def test_a_composition_is_one_step_named_by_its_parts(monkeypatch) -> None:
+    times(monkeypatch, FASTER, FASTER)
+    both = rg.compose(rg.FoldBatchNorm(), rg.PrepackForCpu(), inplace=False)
+    (step,) = run(heads(), (image(),), transformations=both).steps
+    assert step.transformation == "compose(FoldBatchNorm(), PrepackForCpu(), inplace=False)"
+    assert [record.transformation for record in step.records] == ["FoldBatchNorm", "PrepackForCpu"]
 
 
 def test_a_rewritten_graph_that_raises_is_taken_back(monkeypatch) -> None:

@@ -24,6 +24,7 @@ from regraft.cli.fitting import expect_fit, failing
 from regraft.cli.inputs import Inputs, converted_inputs, make_inputs
 from regraft.cli.loading import Model, converted, load_model
 from regraft.cli.recipe import Recipe
+from regraft.core.expect import expect_number
 from regraft.core.transformation import Transformation
 from regraft.report import text
 
@@ -99,7 +100,7 @@ def prepared(arguments: argparse.Namespace) -> Job:
     recipe = Recipe.of(arguments)
     if not recipe.model:
         raise Failure("name a model: package.module:factory, a transformers folder or a .pt2 file")
-    _expect_numbers(recipe)
+    _expect_numbers(recipe, arguments)
     # Before the model is loaded, which may take long.
     if recipe.transformations is None:
         recipe = dataclasses.replace(recipe, transformations=preset(recipe.preset))
@@ -117,9 +118,15 @@ def prepared(arguments: argparse.Namespace) -> Job:
     return job
 
 
-def _expect_numbers(recipe: Recipe) -> None:
-    if not 0 < recipe.seconds < math.inf:  # neither holds of NaN
-        raise Failure(f"seconds is {recipe.seconds}, but has to be positive and finite: --seconds 0.5")
+def _expect_numbers(recipe: Recipe, arguments: argparse.Namespace) -> None:
+    bounds = {name: getattr(arguments, name, None) for name in ("rtol", "atol", "max_ratio")}
+    try:
+        expect_number(recipe.seconds, "seconds", "--seconds 0.5", zero=False)
+        for name, bound in bounds.items():
+            if bound is not None:
+                expect_number(bound, name, f"--{name.replace('_', '-')} {0.9 if name == 'max_ratio' else 0.001}")
+    except ValueError as error:
+        raise Failure(str(error)) from error
     if not -(2**63) <= recipe.seed < 2**64:
         raise Failure(f"seed is {recipe.seed}, but torch takes whole numbers of 64 bits: --seed 0")
 

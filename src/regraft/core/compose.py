@@ -12,7 +12,6 @@ from regraft.core.journal import Journal, Step
 from regraft.core.modules import graph_modules
 from regraft.core.report import Report
 from regraft.core.rewrite import Rewrite
-from regraft.core.signature import arguments_of
 from regraft.core.snapshot import Snapshot
 from regraft.core.transformation import ReversibleTransformation, Transformation, expect_graph_module
 
@@ -25,10 +24,7 @@ class _Composition(Transformation):
         self.inplace = inplace
 
     def __repr__(self) -> str:
-        parts = [
-            repr(part) if isinstance(part, _Composition) else f"{type(part).__name__}({arguments_of(part)})"
-            for part in self.transformations
-        ]
+        parts = map(repr, self.transformations)
         return f"compose({', '.join(parts if self.inplace else [*parts, 'inplace=False'])})"
 
     @property

@@ -24,10 +24,12 @@ def expect_graph(given: object, name: str, call: str) -> None:
     if isinstance(given, GraphModule):
         return
     kind = type(given).__name__
-    captured = "regraft.lift(program)" if kind == "ExportedProgram" else "regraft.trace(model, args)"
-    raise TypeError(
-        f"{name} takes a torch.fx.GraphModule, and got {kind}; capture it first: {call.replace('{}', captured)}"
-    )
+    cure = f"capture it first: {call.replace('{}', 'regraft.trace(model, args)')}"
+    if kind == "ExportedProgram":
+        cure = f"capture it first: {call.replace('{}', 'regraft.lift(program)')}"
+    elif kind in ("Optimized", "GraphResult") or hasattr(given, "_regraft"):  # the latter is the model in a result
+        cure = f"what optimize has rewritten is the result's graph: {call.replace('{}', 'result.graph_module')}"
+    raise TypeError(f"{name} takes a torch.fx.GraphModule, and got {kind}; {cure}")
 
 
 def expect_call(args: Any, kwargs: Any, call: str) -> tuple[tuple[Any, ...], dict[str, Any]]:

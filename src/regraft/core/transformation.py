@@ -50,6 +50,9 @@ class Transformation(ABC):
 
     preserves_computation: bool = False
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({arguments_of(self)})"
+
     @abstractmethod
     def transform(self, graph_module: GraphModule) -> GraphModule:
         """Change `graph_module` and return it."""

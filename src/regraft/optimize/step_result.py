@@ -54,10 +54,9 @@ def result_of(name: str, transformation: Transformation, records: Sequence[Step]
         transformation: The transformation.
         records: What the history says of it.
     """
-    arguments = records[0].arguments if len(records) == 1 else ""
     return StepResult(
         graph=name,
-        transformation=f"{type(transformation).__name__.lstrip('_')}({arguments})",
+        transformation=repr(transformation),
         kept=False,
         reason="",
         applied=sum(len(step.applied) for step in records),

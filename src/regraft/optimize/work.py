@@ -184,15 +184,15 @@ class Work:
 
     def _compared(self, stepper: Stepper) -> Verification:
         graph = stepper.graph
-        args, kwargs = graph.inputs
         bound = self._bound(graph)
-        return compare_results(graph.oracle, graph.candidate(), args, kwargs, extra_inputs=graph.more, **bound)
+        return compare_results(graph.oracle, graph.candidate(), *graph.inputs, extra_inputs=graph.more, **bound)
 
     def _bound(self, graph: Graph) -> dict[str, Any]:
         kept = [step for stepper in self.steppers if stepper.graph is graph for step in stepper.results if step.kept]
         if not all(step.preserves for step in kept):
             return dict(_LOOSE)
-        return {"factor": OTHER_KERNELS} if any(step.transformation.startswith(PACKING) for step in kept) else {}
+        packed = any(record.transformation in PACKING for step in kept for record in step.records)
+        return {"factor": OTHER_KERNELS} if packed else {}
 
     def install(self) -> None:
         """Make the drop-in, with every graph that is right."""

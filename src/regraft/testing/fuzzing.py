@@ -19,7 +19,6 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_map
 
 from regraft.core.report import Report
-from regraft.core.signature import arguments_of
 from regraft.core.transformation import Transformation
 from regraft.testing.grammar import Choose, Grammar, Shape
 from regraft.testing.laws import assert_round_trip
@@ -270,10 +269,9 @@ def quiet() -> Iterator[None]:
 def script(program: Program, rule: Transformation) -> str:
     """Python that shows what a rule does wrong to a model."""
     kind = type(rule)
-    call = f"{kind.__name__}({arguments_of(rule)})"
     imports = f"from {kind.__module__} import {kind.__qualname__.partition('.')[0]}\n"
     imports += "from regraft.testing import assert_round_trip"
-    return f"{program}\n\n{imports}\n\nassert_round_trip({call}, gm, args, kwargs)\n"
+    return f"{program}\n\n{imports}\n\nassert_round_trip({rule!r}, gm, args, kwargs)\n"
 
 
 def _first_line(error: Exception) -> str:

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from regraft.core.expect import expect_number
+
 # Twelve, because the interval may then leave out two at either end, where with ten it is one. Fewer where all of them
 # fall on one side of 1: eight, since of two equal programs that happens in 0.8 % of all cases, and both looks err in
 # under 5 %; six where each is off 1 by a tenth, and four where each is by a quarter, which of equal programs is rarer
@@ -139,8 +141,8 @@ def compare_speed(
         The ratio with its interval.
 
     Raises:
-        TypeError: An argument is not callable.
-        ValueError: A limit is not positive, or the pause is negative.
+        TypeError: An argument is not callable, or a limit no number.
+        ValueError: A limit is not positive or not finite, or the pause or the warming up is negative.
 
     >>> import torch
     >>> small, large = torch.randn(8, 8), torch.randn(512, 512)
@@ -151,17 +153,11 @@ def compare_speed(
     for name, program in (("baseline", baseline), ("candidate", candidate)):
         if not callable(program):
             raise TypeError(f"{name} is a {type(program).__name__}; pass a call: {name}=lambda: model(x)")
-    limits = {
-        "min_seconds": min_seconds,
-        "block_seconds": block_seconds,
-        "min_pairs": min_pairs,
-        "max_pairs": max_pairs,
-    }
-    for name, limit in limits.items():
-        if not limit > 0:  # nor does that hold of NaN
-            raise ValueError(f"{name} is {limit}, but has to be positive")
-    if pause_seconds < 0:
-        raise ValueError(f"pause_seconds is {pause_seconds}, but cannot be negative")
+    positive = {"min_seconds": min_seconds, "block_seconds": block_seconds}
+    positive |= {"min_pairs": min_pairs, "max_pairs": max_pairs}
+    for name, limit in {**positive, "warmup_seconds": warmup_seconds, "pause_seconds": pause_seconds}.items():
+        shown = f"compare_speed(baseline, candidate, {name}={20 if name in ('min_pairs', 'max_pairs') else 0.5})"
+        expect_number(limit, name, shown, zero=name not in positive)
     with torch.set_grad_enabled(grad):
         # The slower of the two sets the calls per block: the same number for both, so that both average alike.
         warm = [_warm(program, warmup_seconds, timer) for program in (baseline, candidate)]
