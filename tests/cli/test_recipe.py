@@ -59,7 +59,7 @@ def test_any_option_survives(tmp_path: Path, value: object) -> None:
         ("seed = '3'", "seed is a whole number"),
         ("seed = true", "seed is a whole number"),
         ("seed = 99999999999999999999", "takes whole numbers of 64 bits"),
-        ("seconds = nan", "seconds is nan"),
+        ("seconds = nan", "seconds=nan"),
         ("keep = 'some'", "keep is one of measured, all"),
         ("dtype = 'float8'", "dtype is one of"),
         ("transformations = [3]", 'is "name" or'),

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
-from regraft.dropin import grafts_of
+import regraft as rg
+from regraft.dropin import Entry, grafts_of
 from regraft.optimize import optimize
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -286,3 +288,47 @@ def test_a_model_that_refuses_a_nan_still_does() -> None:
     served = dropin(Strict(F.gelu), x, engine="onednn")
     with torch.no_grad(), pytest.raises(ArithmeticError):
         served(x * math.nan)
+
+
+class Sums(TorchFunctionMode):
+    """Notes how large the tensors are that are summed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is Tensor.sum:
+            self.sizes.append(args[0].numel())
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("own_threads", [False, True])
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(1, 3, 150, 150),
+        torch.randn(2, 3, 150, 150).to(memory_format=torch.channels_last),
+        torch.randn(300, 200)[:, ::2].t(),
+        torch.randn(1, 300, 1).expand(4, 300, 200),
+        torch.randn(5).bfloat16(),
+        torch.randn(()),
+        torch.randn(0, 3),
+    ],
+    ids=lambda x: f"{tuple(x.shape)}-{x.stride()}",
+)
+def test_threads_that_would_slow_an_engine_are_not_woken(x: Tensor, own_threads: bool) -> None:
+    entry = Entry("forward", rg.trace(nn.ReLU().eval(), (x,)), {"x": x})
+    entry.engine = lambda call, unchanged: "the engine's"
+    entry.engine.own_threads = own_threads
+    entry.finite = {"x": False}
+    with Sums() as sums:
+        assert entry.run({"x": x}) == "the engine's"
+    serial = 1 << 15  # from here on torch shares a sum among its threads
+    assert max(sums.sizes) < serial if own_threads else sums.sizes == [x.numel()]
+    assert sum(sums.sizes) == x.numel(), "each number is looked at once"
+    for place in (0, x.numel() // 2, x.numel() - 1) if x.numel() else ():
+        broken = x.clone(memory_format=torch.preserve_format)
+        broken[tuple(torch.unravel_index(torch.tensor(place), x.shape))] = math.nan
+        with pytest.raises(ValueError, match="x has a NaN"):
+            entry.run({"x": broken})

@@ -124,7 +124,7 @@ class Entry:
         """
         for name, strictly in self.finite.items():
             for tensor in floats(call[name]):
-                _expect_finite(name, tensor, strictly)
+                _expect_finite(name, tensor, strictly, self.engine is not None and self.engine.own_threads)
         return self.gm.forward(**call) if self.engine is None else self.engine(call, unchanged)
 
     def leave(self, model: nn.Module, result: Any) -> Any:
@@ -158,9 +158,17 @@ def floats(value: Any) -> Sequence[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
-def _expect_finite(name: str, value: Tensor, strictly: bool) -> None:
-    total = value.sum()  # which reads it once, and is seldom infinite where nothing in it is
-    if math.isfinite(total.item()):
+_SERIAL = (1 << 15) - 1
+"""So many elements torch sums without waking its other threads."""
+
+
+def _expect_finite(name: str, value: Tensor, strictly: bool, alone: bool) -> None:
+    """Refuse what is not finite; on this thread alone, where an engine's threads would wait for those of torch."""
+    parts = (value,)
+    if alone and value.numel() > _SERIAL:  # by the order of its axes in memory, so that there is nothing to copy
+        axes = sorted(range(value.ndim), key=value.stride, reverse=True)
+        parts = value.permute(axes).flatten().split(_SERIAL)
+    if all(math.isfinite(part.sum().item()) for part in parts):  # seldom infinite where nothing in it is
         return
     if value.isnan().any() or (strictly and not value.isfinite().all()):
         broken = "a NaN or an infinity" if strictly else "a NaN"

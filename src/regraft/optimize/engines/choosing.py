@@ -41,6 +41,8 @@ LONGER = 3
 PAIRS = 4
 #: what an engine has to take at most, relative to what runs otherwise: it holds the weights once more
 WORTH = 0.98
+#: relative to the fastest: a slower engine is not built again on the graph as it was captured, to be compared with that
+REACH = 1.25
 #: what is tried where torch itself is to run the graph: what comes with it, and needs neither a compiler nor a package
 OF_TORCH = ("onednn",)
 
@@ -53,8 +55,9 @@ class EngineResult:
         engine: The engine that runs it.
         tried: For each engine that was tried, what came of it as a sentence.
         comparisons: For each that is right, its time against that of the rewritten graph without an engine.
-        rewriting: For each that is right, what the rewrites add to it: its time on the rewritten graph against its time
-            on the graph as it was captured. Empty where nothing was rewritten.
+        rewriting: What the rewrites add to an engine: its time on the rewritten graph against its time on the graph as
+            it was captured. For each that is right and not far behind the fastest; for none where nothing was
+            rewritten, where all is kept that is right, or where nobody asked for an engine.
     """
 
     engine: str
@@ -150,13 +153,15 @@ def adopt_engine(
             continue
         found = timed(name, graph.gm.forward, engine)
         tried[name], comparisons[name] = _said(found) + remark, found
-        # of what is tried unasked, nobody waits to learn what the rewrites add to it
-        asked = wanted != "torch" and history(graph.gm)
-        alone = _built(name, graph, _without(graph.gm, None), bound, {}) if asked else None
+        # the same engine without the rewrites, unless that could not change anything, or nobody waits to learn it
+        fastest = min(1.0, *(comparison.ratio for comparison in comparisons.values()))
+        near = name == wanted or (wanted == "auto" and found.ratio < REACH * fastest)
+        again = measured and near and history(graph.gm)
+        alone = _built(name, graph, _without(graph.gm, None), bound, {}) if again else None
         if alone is not None:
             added = timed(name, _Called(graph, alone), engine)
             rewriting[name] = added
-            if added.slower and measured:
+            if added.slower:
                 engine = alone
                 found = timed(name, graph.gm.forward, engine)
                 tried[name], comparisons[name] = f"{_said(found)}, on the graph as it was captured", found
@@ -209,7 +214,7 @@ def _built(name: str, graph: Graph, gm: GraphModule, bound: Mapping[str, Any], t
     try:
         flat = Flat(gm, graph.call)
         adapter = importlib.import_module(f"regraft.optimize.engines.{ENGINES[name][0]}")
-        engine = Engine(flat, adapter.build(flat), graph.gm)
+        engine = Engine(flat, adapter.build(flat), graph.gm, own_threads=bool(pause_after(name)))
     except Exception as error:  # whatever an engine raises that has no form for a graph
         text = (str(error).strip().splitlines() or [""])[0]
         tried[name] = f"cannot run it ({type(error).__name__}: {text[:160]})"

@@ -164,6 +164,8 @@ class Engine:
         flat: The graph that the engine was given.
         run: The engine: from that graph's inputs to its results. It raises `NotCovered` for sizes that are not its own.
         gm: The graph that runs elsewhere.
+        own_threads: Whether the engine computes with threads of its own. Those of torch spin for milliseconds after
+            they have been woken, and slow them: nothing beside a call may wake them.
 
     Attributes:
         lent: Whether somebody else has the graph, and so may write to the weights that regraft made for it.
@@ -172,7 +174,8 @@ class Engine:
         ValueError: A weight was made in inference mode, where nobody could tell whether it is written to later.
     """
 
-    def __init__(self, flat: Flat, run: Run, gm: GraphModule) -> None:
+    def __init__(self, flat: Flat, run: Run, gm: GraphModule, own_threads: bool = False) -> None:
+        self.own_threads = own_threads
         self._flat = flat
         self._run = run
         self._gm = gm
