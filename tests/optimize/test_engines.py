@@ -17,7 +17,7 @@ import regraft as rg
 from regraft.core.errors import NotCovered
 from regraft.dropin import Entry, grafts_of
 from regraft.optimize import graphs, steps, work
-from regraft.optimize.engines import ENGINES, choosing
+from regraft.optimize.engines import ENGINES, choosing, inductor
 from regraft.optimize.engines.flat import Engine, Flat
 from regraft.optimize.graphs import Graph
 from regraft.verify import Comparison
@@ -258,6 +258,15 @@ def test_a_program_for_sizes_of_two_or_more_is_given_no_single_row() -> None:
                 with pytest.raises(NotCovered, match="sizes of two or more"):
                     run([ones])
     assert len(given) == 2
+
+
+def test_inductor_compiles_nothing_in_a_call_of_a_single_row(monkeypatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda module, **settings: module)
+    gm = rg.trace(heads().eval(), (image(),), dynamic_shapes="auto")
+    run = inductor.build(Flat(gm, {"x": image()}))
+    assert run([image(3)])[0].shape[0] == 3
+    with pytest.raises(NotCovered, match="sizes of two or more"):
+        run([image(1)])
 
 
 class Told(torch.nn.Module):

@@ -117,10 +117,10 @@ class Flat:
             return torch.export.export(Tensors(self.module), tuple(sample), dynamic_shapes=(tuple(axes),), strict=False)
 
     def but_for_ones(self, run: Run) -> Run:
-        """An engine made of `exported`, for other calls than those with a size of one where the sample has more.
+        """An engine for other calls than those with a size of one where the sample has more.
 
         Export takes each size that varies to be two or more, and an engine may stand on that: what ONNX Runtime gives
-        for a padded text of one token was off.
+        for a padded text of one token was off. Inductor would compile once more, for seconds, in such a call.
 
         Args:
             run: The engine.

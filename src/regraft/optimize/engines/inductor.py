@@ -27,4 +27,4 @@ def build(flat: Flat) -> Run:
             return [leaf for leaf in pytree.tree_leaves(compiled(*inputs)) if isinstance(leaf, Tensor)]
 
     run(flat.sample)
-    return run
+    return flat.but_for_ones(run)
