@@ -27,7 +27,7 @@ def test_every_rule_obeys_the_laws(rule: type[rg.Transformation]) -> None:
 
 
 @pytest.mark.fuzz
-@settings(max_examples=ASKED or 80)
+@settings(max_examples=ASKED or 60)
 @given(programs(), st.lists(st.sampled_from(RULES), min_size=1, max_size=5), st.data())
 def test_any_composition_is_undone_in_any_order(program, rules, data) -> None:
     built = runs(program)

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+import transformers
 from models import decoder, every_engine, heads, ids, image
 from torch.autograd import forward_ad
 
@@ -260,13 +261,29 @@ def test_a_program_for_sizes_of_two_or_more_is_given_no_single_row() -> None:
     assert len(given) == 2
 
 
-def test_inductor_compiles_nothing_in_a_call_of_a_single_row(monkeypatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda module, **settings: module)
-    gm = rg.trace(heads().eval(), (image(),), dynamic_shapes="auto")
-    run = inductor.build(Flat(gm, {"x": image()}))
-    assert run([image(3)])[0].shape[0] == 3
-    with pytest.raises(NotCovered, match="sizes of two or more"):
-        run([image(1)])
+@pytest.mark.parametrize("grad", [False, True])
+def test_an_engine_is_made_alike_with_gradients_and_without(grad: bool) -> None:
+    available("onnxruntime")
+    sizes = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1], "num_heads": [2], "window_size": 4}
+    model = transformers.SwinModel(transformers.SwinConfig(**sizes)).eval()
+    with torch.set_grad_enabled(grad):
+        call = {"pixel_values": torch.randn(1, 3, 16, 16)}
+        result = rg.optimize(model, kwargs=call, engine="onnxruntime", keep="all", seconds=0.01)
+    assert result.graphs[0].engine.engine == "onnxruntime", result
+
+
+@pytest.mark.parametrize(("sample", "given", "covered"), [(2, 3, True), (2, 1, False), (1, 1, True), (1, 2, False)])
+def test_inductor_compiles_once(monkeypatch, sample: int, given: int, covered: bool) -> None:
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda module, **settings: compiled.append(settings["dynamic"]) or module)
+    gm = rg.trace(heads().eval(), (image(2),), dynamic_shapes={"x": {0: torch.export.Dim("batch")}})
+    run = inductor.build(Flat(gm, {"x": image(sample)}))
+    assert compiled == [sample > 1]
+    if covered:
+        assert run([image(given)])[0].shape[0] == given
+    else:
+        with pytest.raises(NotCovered, match="another program for a size of one"):
+            run([image(given)])
 
 
 class Told(torch.nn.Module):

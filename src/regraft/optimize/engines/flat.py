@@ -120,7 +120,7 @@ class Flat:
         """An engine for other calls than those with a size of one where the sample has more.
 
         Export takes each size that varies to be two or more, and an engine may stand on that: what ONNX Runtime gives
-        for a padded text of one token was off. Inductor would compile once more, for seconds, in such a call.
+        for a padded text of one token was off.
 
         Args:
             run: The engine.

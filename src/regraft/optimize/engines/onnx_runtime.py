@@ -25,7 +25,8 @@ def build(flat: Flat) -> Run:
     """
     import onnxruntime
 
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+    # With gradients the exporter takes the other kernel of attention, whose strides its own passes then refuse.
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         program = torch.onnx.export(flat.exported(), dynamo=True, verbose=False, optimize=True)
         assert program is not None
