@@ -13,10 +13,10 @@ from regraft.optimize.engines.flat import Flat, Run
 
 
 def build(flat: Flat) -> Run:
-    """Compile a graph, once.
+    """Compile a graph.
 
-    A size of one is a program of its own to the compiler, which would make another, for seconds or minutes, in the
-    midst of a call. So sizes that vary vary from two on, and those that are one in the example stay one.
+    A size of one is a program of its own to the compiler, which would take seconds or minutes for another. So sizes
+    that vary vary from two on, and those that are one in the example stay one.
 
     Args:
         flat: The graph.
