@@ -115,6 +115,15 @@ def test_what_private_attributes_mean() -> None:
     assert list(conv._reversed_padding_repeated_twice) == [2, 2, 1, 1]
 
 
+def test_below_autograd_no_operator_asks_for_gradients() -> None:
+    x = torch.ones(2, 2, requires_grad=True)
+    with ordinary.below_autograd():
+        assert not (x * 2).requires_grad
+        assert x.view(4)._base is None
+    assert (x * 2).requires_grad
+    assert x.view(4)._base is x
+
+
 def test_who_is_looking_on_at_a_call() -> None:
     """The state of torch by which packed layers, quantized ones and engines know an ordinary call."""
     assert ordinary.KNOWN

@@ -879,3 +879,32 @@ def test_a_program_runs_without_gradients_whatever_the_call_records(monkeypatch:
         with torch.set_grad_enabled(recorded):
             run([weight(*SIZE)])
     assert modes == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("function", "apart"),
+    [
+        (lambda x: F.linear(x, W10[None]).relu(), True),
+        (lambda x: (x.tanh(), F.linear(x, weight(10, 10))), True),
+        (lambda x: (x.tanh(), x.view(-1)), False),
+        (lambda x: (y := F.linear(x, weight(10, 10)), y[:, 0]), False),
+    ],
+)
+def test_what_is_written_to_results_in_shared_memory_is_counted(
+    function: Function, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered: list[bool] = []
+    below = onednn_graph.below_autograd
+    monkeypatch.setattr(onednn_graph, "below_autograd", lambda: entered.append(True) or below())
+    x = weight(*SIZE).clone()
+    expected = pytree.tree_leaves(function(x))
+    run = built(Of(function), x)
+    found = run([x])
+    assert bool(entered) is apart
+    torch.testing.assert_close(list(found), expected, rtol=1e-5, atol=1e-5)
+    everybody = [x, *found]
+    for tensor in found:
+        before = [each._version for each in everybody]
+        tensor.add_(1)
+        shared = [each.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for each in everybody]
+        assert [new._version - old for new, old in zip(everybody, before, strict=True)] == [int(s) for s in shared]

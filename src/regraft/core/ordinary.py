@@ -8,7 +8,8 @@ ordinary, which costs speed and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,14 @@ try:
     KNOWN = type(forward_ad._current_level) is int
 except (ImportError, AttributeError):
     KNOWN = False
+
+below_autograd: Callable[[], AbstractContextManager[Any]] = getattr(
+    torch._C, "_AutoDispatchBelowADInplaceOrView", nullcontext
+)
+"""In it no operator asks whether a gradient is recorded, which it does even under `torch.no_grad()`.
+
+A view made in it has a count of writes of its own, and what it writes to is not counted: nobody else may have either.
+"""
 
 ORDINARY: tuple[type, ...] = (Tensor, nn.Parameter)
 """The types of tensors whose values are where their pointer says."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from regraft.core.errors import NotCovered
+from regraft.core.ordinary import below_autograd
 from regraft.optimize.engines.flat import Flat, Run
 from regraft.optimize.engines.in_float32 import in_float32, pays_in_float32, wide
 from regraft.optimize.engines.onednn_forms import Attention, Forms
@@ -63,9 +64,10 @@ def build(flat: Flat) -> Run:
             if _is_faster(other, (*sample, *plain.beside), program, given, _seconds(program, given)):
                 forms, program = plain, other
         program = _fastest(forms, program, sample)
-
-    # a module that is called first asks for hooks and for a tracer
-    call = program.forward if isinstance(program, torch.jit.ScriptModule) else program
+        # a module that is called first asks for hooks and for a tracer
+        call = program.forward if isinstance(program, torch.jit.ScriptModule) else program
+        if _gives_own_memory(call, (*sample, *forms.beside)):
+            call = _below_autograd(call)
 
     def run(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         if list(map(_shape, inputs)) != sizes:
@@ -97,6 +99,27 @@ def _fastest(forms: Forms, program: Program, sample: tuple[Tensor, ...]) -> Prog
         if shorter is not None and _no_further(*(forms.complete(each(*given)) for each in (shorter, program, other))):
             other = shorter
     return other if _is_faster(other, given, program, given, seconds) else program
+
+
+def _gives_own_memory(program: Program, given: tuple[Tensor, ...]) -> bool:
+    """Whether each result lies in memory of its own, so that nobody can tell whether it is a view."""
+    results = [_memory(result) for result in program(*given)]
+    others = {_memory(tensor) for tensor in given if tensor.layout is torch.strided}  # what MKL has packed is its own
+    return len({*results, *others}) == len(results) + len(others)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _below_autograd(program: Program) -> Program:
+    """A program in which no operator asks whether a gradient is recorded, which takes longer than some of them."""
+
+    def run(*given: Tensor) -> Any:
+        with below_autograd():
+            return program(*given)
+
+    return run
 
 
 def _seconds(program: Program, given: tuple[Tensor, ...]) -> float:
