@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -25,6 +26,7 @@ SEED = int(os.environ.get("REGRAFT_SEED", "0"))
 
 if UNDER_XDIST:
     torch.set_num_threads(1)
+    gc.set_threshold(20_000, 20, 100)  # as often as by default, to look through all modules takes a tenth of the time
 
 # `make test` draws the same examples every time; `make fuzz` draws new ones.
 hypothesis.settings.register_profile("test", deadline=None, derandomize=True, print_blob=True)
