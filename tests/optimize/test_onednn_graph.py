@@ -884,27 +884,35 @@ def test_a_program_runs_without_gradients_whatever_the_call_records(monkeypatch:
 @pytest.mark.parametrize(
     ("function", "apart"),
     [
-        (lambda x: F.linear(x, W10[None]).relu(), True),
-        (lambda x: (x.tanh(), F.linear(x, weight(10, 10))), True),
-        (lambda x: (x.tanh(), x.view(-1)), False),
-        (lambda x: (y := F.linear(x, weight(10, 10)), y[:, 0]), False),
+        (lambda x, table: F.linear(x, W10[None]).relu(), True),
+        (lambda x, table: (x.tanh(), F.linear(x, weight(10, 10)) + table), True),
+        (lambda x, table: (x.tanh(), x.view(-1)), False),
+        (lambda x, table: (y := F.linear(x, weight(10, 10)), y[:, 0]), False),
+        (lambda x, table: (x.tanh(), table.expand_as(x)), False),
+        (lambda x, table: (x.tanh(), torch.broadcast_tensors(x, table)[1]), False),
     ],
 )
 def test_what_is_written_to_results_in_shared_memory_is_counted(
-    function: Function, apart: bool, monkeypatch: pytest.MonkeyPatch
+    function: Callable[[Tensor, Tensor], Any], apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entered: list[bool] = []
     below = onednn_graph.below_autograd
     monkeypatch.setattr(onednn_graph, "below_autograd", lambda: entered.append(True) or below())
-    x = weight(*SIZE).clone()
-    expected = pytree.tree_leaves(function(x))
-    run = built(Of(function), x)
-    found = run([x])
+    x, table = weight(*SIZE).clone(), weight(*SIZE) + 1
+    expected = [leaf.clone() for leaf in pytree.tree_leaves(function(x, table))]
+    found = built(Of(lambda x: function(x, table)), x)([x])
     assert bool(entered) is apart
     torch.testing.assert_close(list(found), expected, rtol=1e-5, atol=1e-5)
-    everybody = [x, *found]
+    everybody = [x, table, *found]
     for tensor in found:
         before = [each._version for each in everybody]
         tensor.add_(1)
         shared = [each.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for each in everybody]
         assert [new._version - old for new, old in zip(everybody, before, strict=True)] == [int(s) for s in shared]
+
+
+def test_a_result_without_a_storage_of_its_own_is_no_obstacle() -> None:
+    x = weight(*SIZE)
+    dense, sparse = built(Of(lambda x: (F.linear(x, weight(10, 10)), x[0, 0].to_sparse())), x)([x])
+    torch.testing.assert_close(dense, F.linear(x, weight(10, 10)), rtol=1e-5, atol=1e-5)
+    assert torch.equal(sparse.to_dense(), x[0, 0])

@@ -259,7 +259,7 @@ class Mutations:
                 inputs = inputs or node
                 self._parent[node] = self.root(inputs)
             elif node.op == "get_attr":  # each read of a weight may have a node of its own
-                memory = _memory(attribute(self.owner, str(node.target)))
+                memory = memory_of(attribute(self.owner, str(node.target)))
                 self._parent[node] = self.root(readers.setdefault(memory, node))
             elif may_alias(node, self.owner):
                 for argument in (each for each in _aliased(node) if each not in sizes):
@@ -276,8 +276,8 @@ class Mutations:
         return node
 
 
-def _memory(value: Any) -> int:
-    """Equal for tensors in the same memory."""
+def memory_of(value: Any) -> int:
+    """Equal for tensors in the same memory, as long as they live."""
     if isinstance(value, (torch.Tensor, nn.Parameter)) and value.layout is torch.strided:
         try:
             return int(value.untyped_storage()._cdata)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from regraft.core.errors import NotCovered
+from regraft.core.mutation import memory_of
 from regraft.core.ordinary import below_autograd
 from regraft.optimize.engines.flat import Flat, Run
 from regraft.optimize.engines.in_float32 import in_float32, pays_in_float32, wide
@@ -102,14 +103,13 @@ def _fastest(forms: Forms, program: Program, sample: tuple[Tensor, ...]) -> Prog
 
 
 def _gives_own_memory(program: Program, given: tuple[Tensor, ...]) -> bool:
-    """Whether each result lies in memory of its own, so that nobody can tell whether it is a view."""
-    results = [_memory(result) for result in program(*given)]
-    others = {_memory(tensor) for tensor in given if tensor.layout is torch.strided}  # what MKL has packed is its own
-    return len({*results, *others}) == len(results) + len(others)
+    """Whether each result lies in memory of its own, so that nobody can tell whether it is a view.
 
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    A view of a weight shares its memory with that of another call.
+    """
+    results = [*program(*given), *program(*given)]
+    own, others = set(map(memory_of, results)), set(map(memory_of, given))
+    return len(own) == len(results) and own.isdisjoint(others)
 
 
 def _below_autograd(program: Program) -> Program:
