@@ -286,6 +286,8 @@ FLOAT32: dict[str, Callable[..., Call]] = {
     "eager again": eager,
     "regraft": regraft,
     "regraft, frozen": partial(regraft, frozen=True),  # as every runtime that has a copy of the weights
+    "regraft, 2 engines": partial(regraft, engine=("torch", "openvino")),
+    "regraft, 2 engines, frozen": partial(regraft, frozen=True, engine=("torch", "openvino")),
     "regraft, frozen, auto": partial(regraft, frozen=True, engine="auto"),
     "regraft + compile": regraft_compiled,
     "compile": compiled,

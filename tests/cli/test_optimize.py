@@ -70,6 +70,35 @@ def test_an_engine_that_is_missing_or_does_not_fit_is_one_line(regraft, monkeypa
     assert done.err == "regraft optimize: engine='openvino' needs openvino: pip install 'regraft[openvino]'\n"
 
 
+def test_the_fastest_of_several_engines(regraft, tmp_path: Path) -> None:
+    done = regraft(
+        "optimize", "zoo:conv", *QUICK, "--engine", "torch,onednn", "--keep", "all", "-o", "out.pt2", "--json"
+    )
+    assert done.status == 0, done.err
+    assert list(done.json["graphs"][0]["engine"]["tried"]) == ["onednn"]
+    assert 'engine = "torch,onednn"' in (tmp_path / "out.recipe.toml").read_text(encoding="utf-8")
+    again = regraft("optimize", "--recipe", "out.recipe.toml", "--json")
+    assert list(again.json["graphs"][0]["engine"]["tried"]) == ["onednn"]
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ("tvm", "there is no 'tvm' (choose from torch, eager, onednn"),
+        ("torch,", "there is no ''"),
+        ("torch,auto", "'auto' stands by itself, and not in 'torch,auto'"),
+    ],
+)
+def test_wrong_engines_are_refused_before_the_model_is_loaded(regraft, tmp_path: Path, names: str, said: str) -> None:
+    done = regraft("optimize", "nowhere:model", "--engine", names)
+    assert done.status == 2
+    assert f"--engine: {said}" in done.err
+    (tmp_path / "r.toml").write_text(f'model = "nowhere:model"\nengine = "{names}"\n', encoding="utf-8")
+    done = regraft("optimize", "--recipe", "r.toml")
+    assert done.status == 2
+    assert f"r.toml: engine: {said}" in done.err
+
+
 def test_a_preset_is_what_the_library_has_under_its_name(regraft) -> None:
     for name in presets.PRESETS:
         plan = regraft("explain", "zoo:conv", "--preset", name, "--dry-run", "--json").json

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import pytest
@@ -18,7 +18,7 @@ import regraft as rg
 from regraft.core.errors import NotCovered
 from regraft.dropin import Entry, grafts_of
 from regraft.optimize import graphs, steps, work
-from regraft.optimize.engines import ENGINES, choosing, inductor
+from regraft.optimize.engines import ENGINES, choosing, inductor, wanted
 from regraft.optimize.engines.flat import Engine, Flat
 from regraft.optimize.graphs import Graph
 from regraft.verify import Comparison
@@ -28,7 +28,7 @@ EXACT = {"transformations": [rg.FoldBatchNorm(), rg.MergeLinears()], "seconds": 
 
 
 def available(name: str) -> None:
-    if choosing.missing_packages(name):
+    if wanted.missing_packages(name):
         pytest.skip(f"{name} is not installed")
 
 
@@ -321,7 +321,7 @@ def test_what_rewriting_adds_to_an_engine_is_measured_and_shown(monkeypatch) -> 
         graph = rg.optimize(heads(), kwargs={"x": image()}, keep="all", **EXACT).graphs[0]
         subject = Graph("forward", graph.graph_module, graph.inputs, Oracle(heads(), float64=True, seed=0))
         entry = Entry("forward", graph.graph_module, graph.inputs[1])
-        found = choosing.adopt_engine("inductor", subject, entry, 0.01, True, {})
+        found = choosing.adopt_engine(("inductor",), subject, entry, 0.01, True, {})
         layers = [sum(node.op == "call_module" for node in module.graph.nodes) for module in seen]
         assert layers == [2, 4], "rewritten, and as it was captured"
         assert entry.engine is not None
@@ -334,23 +334,26 @@ def test_what_rewriting_adds_to_an_engine_is_measured_and_shown(monkeypatch) -> 
 def test_what_cannot_change_the_choice_is_not_built_a_second_time(monkeypatch) -> None:
     built = []
     every_engine(monkeypatch, lambda flat: built.append(flat.module) or (lambda inputs: flat.module(*inputs)))
-    monkeypatch.setattr(choosing, "ENGINES", dict.fromkeys(("first", "second", "third"), ("inductor", ())))
+    for module in (choosing, wanted):
+        monkeypatch.setattr(module, "ENGINES", dict.fromkeys(("first", "second", "third"), ("inductor", ())))
     ratios: list[float] = []
     monkeypatch.setattr(choosing, "compare_speed", comparing(ratios))
     graph = rg.optimize(heads(), kwargs={"x": image()}, keep="all", engine="eager", **EXACT).graphs[0]
     subject = Graph("forward", graph.graph_module, graph.inputs, Oracle(heads(), float64=True, seed=0))
 
-    def adopted(wanted: str, measured: bool, *found: float) -> choosing.EngineResult:
+    def adopted(asked: Sequence[str], measured: bool, *found: float) -> choosing.EngineResult:
         built.clear()
         ratios[:] = found
         entry = Entry("forward", graph.graph_module, graph.inputs[1])
-        return choosing.adopt_engine(wanted, subject, entry, 0.01, measured, {})
+        return choosing.adopt_engine(asked, subject, entry, 0.01, measured, {})
 
     # each but the second, which takes twice as long as the first, is compared with itself on the graph as captured
-    found = adopted("auto", True, 0.4, 0.9, 0.8, 0.3, 0.9)
+    found = adopted(("auto",), True, 0.4, 0.9, 0.8, 0.3, 0.9)
     assert (found.engine, list(found.rewriting), len(built)) == ("third", ["first", "third"], 5)
-    assert (adopted("first", False, 0.4).rewriting, len(built)) == ({}, 1), "all that is right is kept"
-    assert list(adopted("second", True, 1.5, 0.9).rewriting) == ["second"], "by name it is, however slow"
+    assert (adopted(("first",), False, 0.4).rewriting, len(built)) == ({}, 1), "all that is right is kept"
+    assert list(adopted(("second",), True, 1.5, 0.9).rewriting) == ["second"], "by name it is, however slow"
+    found = adopted(("first", "second"), True, 0.4, 0.3, 0.9)
+    assert (found.engine, found.rewriting, len(built)) == ("second", {}, 2), "of several it would double the set-up"
 
 
 def test_nothing_rewritten_adds_nothing_to_an_engine() -> None:
@@ -399,7 +402,7 @@ def test_a_block_between_pauses_is_as_long_as_a_pause() -> None:
 def test_auto_takes_the_fastest_that_is_right(monkeypatch) -> None:
     ratios = {"onednn": 0.99, "inductor": 0.9, "onnxruntime": 0.5, "openvino": 1.5}
     build = lambda flat: lambda inputs: flat.module(*inputs)
-    monkeypatch.setattr(choosing, "missing_packages", lambda name: ())
+    monkeypatch.setattr(wanted, "missing_packages", lambda name: ())
     every_engine(monkeypatch, build)
     left = list(ratios.values())
     assert list(ratios) == list(ENGINES)
@@ -432,14 +435,14 @@ def test_auto_takes_the_fastest_that_is_right(monkeypatch) -> None:
 def test_engines_that_may_be_equally_fast_are_timed_against_each_other(
     monkeypatch, ratios, second_looks, taken
 ) -> None:
-    monkeypatch.setattr(choosing, "missing_packages", lambda name: ())
+    monkeypatch.setattr(wanted, "missing_packages", lambda name: ())
     every_engine(monkeypatch, lambda flat: lambda inputs: flat.module(*inputs))
     model, call = heads(), {"x": image()}
     gm = rg.trace(model, (), call)
     entry, left = Entry("forward", gm, call), list(ratios)
     monkeypatch.setattr(choosing, "compare_speed", comparing(left))
     found = choosing.adopt_engine(
-        "auto", Graph("forward", gm, ((), call), Oracle(model, float64=True, seed=0)), entry, 0.01, True, {}
+        ("auto",), Graph("forward", gm, ((), call), Oracle(model, float64=True, seed=0)), entry, 0.01, True, {}
     )
     assert not left
     assert found.engine == taken
@@ -473,7 +476,7 @@ def test_an_engine_is_taken_where_it_is_likely_faster(
 
     monkeypatch.setattr(choosing, "compare_speed", compare)
     found = choosing.adopt_engine(
-        "torch", Graph("forward", gm, ((), call), Oracle(model, float64=True, seed=0)), entry, 0.01, True, {}
+        ("torch",), Graph("forward", gm, ((), call), Oracle(model, float64=True, seed=0)), entry, 0.01, True, {}
     )
     assert (found.engine, entry.engine is not None) == (("onednn", True) if taken else ("torch", False))
     assert said in found.tried["onednn"]
@@ -489,7 +492,7 @@ def test_slow_calls_are_not_looked_at_for_longer_than_they_were(monkeypatch, cal
     same = Comparison(call, call, 1.0, 0.9, 1.1, (1.0,) * 4, 2, ((call, call),) * 4)
     monkeypatch.setattr(choosing, "compare_speed", lambda *programs, **clock: asked.append(clock) or same)
     choosing.adopt_engine(
-        "torch",
+        ("torch",),
         Graph("forward", gm, ((), x), Oracle(model, float64=True, seed=0)),
         Entry("forward", gm, x),
         0.01,
@@ -499,8 +502,22 @@ def test_slow_calls_are_not_looked_at_for_longer_than_they_were(monkeypatch, cal
     assert len(asked) == looks
 
 
+def test_of_several_engines_the_fastest_that_is_right_runs_the_model(monkeypatch) -> None:
+    monkeypatch.setattr(wanted, "missing_packages", lambda name: ())
+    every_engine(monkeypatch, lambda flat: lambda inputs: flat.module(*inputs))
+    ratios: list[float] = []
+    monkeypatch.setattr(choosing, "compare_speed", comparing(ratios))
+    for found, taken in (([0.7, 0.5], "openvino"), ([0.5, 0.7], "onednn"), ([1.2, 1.3], "torch")):
+        ratios[:] = found
+        asked = ["torch", "openvino", "torch"]
+        result = rg.optimize(heads(), kwargs={"x": image()}, engine=asked, keep="all", **EXACT)
+        assert list(result.graphs[0].engine.tried) == ["onednn", "openvino"]
+        assert result.graphs[0].engine.engine == taken
+        assert (grafts_of(result.model).entries[0].engine is None) == (taken == "torch")
+
+
 def test_an_engine_that_is_not_installed_says_how_to_get_it(monkeypatch) -> None:
-    monkeypatch.setattr(choosing, "missing_packages", lambda name: ("openvino",))
+    monkeypatch.setattr(wanted, "missing_packages", lambda name: ("openvino",))
     with pytest.raises(ImportError, match=r"pip install 'regraft\[openvino\]'"):
         rg.optimize(heads(), (image(),), engine="openvino")
 

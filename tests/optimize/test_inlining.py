@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import regraft as rg
 from helpers import randomise
 from regraft.core.modules import graph_modules
-from regraft.optimize.engines import choosing, onednn_graph
+from regraft.optimize.engines import onednn_graph, wanted
 from regraft.optimize.engines.flat import Flat
 
 X = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0))
@@ -81,7 +81,7 @@ def test_regions_without_gradients() -> None:
 
 @pytest.mark.parametrize("name", ["onednn", "onnxruntime", "openvino"])
 def test_an_engine_runs_them_and_leaves_them_under_autocast(name: str) -> None:
-    if choosing.missing_packages(name):
+    if wanted.missing_packages(name):
         pytest.skip(f"{name} is not installed")
     model = randomise(Regions().eval())
     result = rg.optimize(model, kwargs={"x": X}, engine=name, keep="all", seconds=0.01)

@@ -17,7 +17,7 @@ from regraft.cli.recipe import Recipe
 from regraft.cli.writing import file_for, folder_for
 from regraft.optimize import Optimized, StepResult
 from regraft.optimize import optimize as optimized
-from regraft.optimize.engines.choosing import expect_installed
+from regraft.optimize.engines.wanted import expect_installed, need_a_module
 from regraft.report import text
 
 
@@ -40,7 +40,7 @@ def optimize(arguments: argparse.Namespace) -> int:
         dynamic_shapes="auto" if recipe.dynamic_shapes == "auto" else None,
         verify=recipe.verify,
         keep="all" if recipe.keep == "all" else "measured",
-        engine=recipe.engine,
+        engine=recipe.engine.split(","),
         seconds=recipe.seconds,
     )
     files = _write(job, result, output, page, plots)
@@ -54,14 +54,14 @@ def optimize(arguments: argparse.Namespace) -> int:
 
 
 def _expect_engine(job: Job) -> None:
-    engine, model = job.recipe.engine, job.model
+    names, model = job.recipe.engine.split(","), job.model
     try:
-        expect_installed(engine)
+        expect_installed(names)
     except ImportError as error:
         raise Failure(str(error)) from error
-    if engine not in ("torch", "eager") and isinstance(model, (GraphModule, ExportedProgram)):
+    if need_a_module(names) and isinstance(model, (GraphModule, ExportedProgram)):
         raise Failure(
-            f"--engine {engine} runs in the drop-in of a module, and {job.recipe.model} is of the type "
+            f"--engine {job.recipe.engine} runs in the drop-in of a module, and {job.recipe.model} is of the type "
             f"{type(model).__name__}; name the model that it was made from, or: --engine torch"
         )
 

@@ -147,10 +147,38 @@ def _optimize(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("-o", "--output", metavar="FILE.pt2", help="save the result, and FILE.recipe.toml beside it")
     sub.add_argument("--report", metavar="FILE.html", help="write a report that people look at, in one file")
     sub.add_argument("--plots", metavar="FOLDER", help="write the report's plots as PNG files")
-    sub.add_argument("--engine", choices=ENGINES, help="what runs the rewritten graph; auto takes the fastest (torch)")
+    sub.add_argument(
+        "--engine",
+        type=_engines,
+        metavar="NAME[,NAME...]",
+        help=f"what runs the rewritten graph: {', '.join(ENGINES)}; of several, as torch,openvino, the fastest one; "
+        "auto is all that are installed (torch)",
+    )
     sub.add_argument("--seconds", type=float, help="measure each step for about this long (0.5)")
     sub.add_argument("--keep", choices=KEEP, help="keep what was measured to be faster, or all of it (measured)")
     sub.add_argument("--no-verify", dest="verify", action="store_false", default=None, help="do not verify the result")
+
+
+def fault_of_engines(names: str) -> str | None:
+    """What is wrong with the engines that are named, as a sentence; None for nothing.
+
+    Args:
+        names: One name, or several with commas between them.
+    """
+    several = names.split(",")
+    for name in several:
+        if name not in ENGINES:
+            return f"there is no {name!r} (choose from {', '.join(ENGINES)}, or several, as torch,openvino)"
+        if name in ("eager", "auto") and len(several) > 1:
+            return f"{name!r} stands by itself, and not in {names!r}"
+    return None
+
+
+def _engines(names: str) -> str:
+    fault = fault_of_engines(names)
+    if fault is not None:
+        raise argparse.ArgumentTypeError(fault)
+    return names
 
 
 def _explain(sub: argparse.ArgumentParser) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from regraft.cli.failure import Failure, did_you_mean
-from regraft.cli.parser import DTYPES, DYNAMIC, ENGINES, KEEP, PRESETS
+from regraft.cli.parser import DTYPES, DYNAMIC, KEEP, PRESETS, fault_of_engines
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Recipe:
         dynamic_shapes: `"auto"` or `"none"`.
         preset: What to try where `transformations` names nothing: `"exact"`, `"fast"` or `"compile"`.
         keep: `"measured"` or `"all"`.
-        engine: What runs the graph.
+        engine: What runs the graph; of several, with commas between them, the fastest.
         seconds: How long each measurement takes.
         verify: Whether the result is verified.
         transformations: What to apply, in order; None for those of the preset.
@@ -139,7 +139,7 @@ def read(path: Path) -> Recipe:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise Failure(f"the recipe {path} is not TOML: {error}") from error
     data.pop("made_with", None)
-    allowed = {"dtype": DTYPES, "dynamic_shapes": DYNAMIC, "keep": KEEP, "preset": PRESETS, "engine": ENGINES}
+    allowed = {"dtype": DTYPES, "dynamic_shapes": DYNAMIC, "keep": KEEP, "preset": PRESETS}
     for key, value in data.items():
         if key not in {field.name for field in dataclasses.fields(Recipe)}:
             known = [field.name for field in dataclasses.fields(Recipe)]
@@ -147,6 +147,8 @@ def read(path: Path) -> Recipe:
         kinds, called = _KINDS.get(key, ((str,), "a string"))
         if type(value) not in kinds:
             raise Failure(f"the recipe {path}: {key} is {called}, and not {value!r}")
+        if key == "engine" and (fault := fault_of_engines(value)) is not None:
+            raise Failure(f"the recipe {path}: engine: {fault}")
         if key in allowed and value not in allowed[key]:
             raise Failure(f"the recipe {path}: {key} is one of {', '.join(allowed[key])}, and not {value!r}")
     for key in ("model", "inputs"):

@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from torch import fx
-from torch.export import ExportedProgram
-
 from regraft.core.expect import expect_number
 from regraft.optimize import presets
-from regraft.optimize.engines import ENGINES
-from regraft.optimize.engines.choosing import expect_installed
+from regraft.optimize.engines import expect_engines
 from regraft.optimize.progress import Progress
 from regraft.optimize.result import Optimized
 from regraft.optimize.subjects import subject_of
 from regraft.optimize.work import Settings, Work
-
-_ENGINES = ("torch", "eager", *ENGINES, "auto")
 
 
 def optimize(
@@ -29,7 +23,7 @@ def optimize(
     dynamic_shapes: Any = "auto",
     verify: bool = True,
     keep: Literal["measured", "all"] = "measured",
-    engine: str = "torch",
+    engine: str | Sequence[str] = "torch",
     seconds: float = 0.5,
     frozen: bool = False,
 ) -> Optimized:
@@ -54,8 +48,9 @@ def optimize(
         keep: `"measured"` keeps what pays on this machine, `"all"` keeps everything that is right.
         engine: What runs the rewritten graph: `"torch"`, its Python code and, where that is likely faster as measured,
             oneDNN Graph for calls of the example's sizes; `"eager"`, its Python code and nothing else; `"onednn"`,
-            `"inductor"`, `"onnxruntime"`, `"openvino"`; or `"auto"`, which measures those that are installed and keeps
-            the fastest one that is right. Calls that an engine does not cover run the graph itself.
+            `"inductor"`, `"onnxruntime"`, `"openvino"`; a list of some, as `["torch", "openvino"]`, of which the
+            fastest one that is right runs it; or `"auto"`, for a list of all that are installed. Calls that an engine
+            does not cover run the graph itself.
         seconds: How long to measure each step. Where twelve pairs of calls take longer, steps are measured together.
         frozen: Your promise that neither the result nor `model` is changed from now on. By default each call looks
             whether a weight was written to, a layer replaced, an attribute set or a hook registered, and the original
@@ -69,7 +64,7 @@ def optimize(
         CaptureError: The model cannot be captured; the message names the line of its source and the cure.
         TypeError: An argument is not what it should be; the message shows the corrected call.
         ValueError: There is no such preset, engine or way to keep, or `seconds` is not positive.
-        ImportError: The engine is not installed; the message shows how to install it.
+        ImportError: An engine is not installed; the message shows how to install it.
 
     Example:
         >>> import torch, regraft as rg
@@ -83,17 +78,10 @@ def optimize(
     chosen = presets.resolve(transformations)
     if keep not in ("measured", "all"):
         raise ValueError(f'keep={keep!r}, but takes "measured" or "all"')
-    if engine not in _ENGINES:
-        raise ValueError(f"engine={engine!r}, but takes one of {', '.join(map(repr, _ENGINES))}")
-    expect_installed(engine)
-    if engine not in ("torch", "eager") and isinstance(model, (fx.GraphModule, ExportedProgram)):
-        raise ValueError(
-            f"engine={engine!r} needs a module, whose drop-in can call it, and a {type(model).__name__} comes back as "
-            f"one: regraft.optimize(module, args, engine={engine!r})"
-        )
+    engines = expect_engines(engine, model)
     expect_number(seconds, "seconds", "regraft.optimize(model, args, seconds=0.5)", zero=False)
     with Progress(total=len(chosen) + 3) as progress:
         subject = subject_of(model, args, kwargs, dynamic_shapes, progress.next)
         progress.total = len(subject.graphs) * (len(chosen) + 2 + (keep == "measured")) + 1
-        settings = Settings(chosen, dynamic_shapes, keep == "measured", engine, seconds, frozen)
+        settings = Settings(chosen, dynamic_shapes, keep == "measured", engines, seconds, frozen)
         return Work(subject, verify, settings, progress).run().result()

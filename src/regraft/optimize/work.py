@@ -45,7 +45,7 @@ class Settings:
         chosen: The transformations.
         dynamic_shapes: As for `trace`.
         measured: Whether only what pays is kept.
-        engine: What runs the graphs.
+        engines: What may run the graphs.
         seconds: How long to measure each step.
         frozen: Whether the caller promises to leave the model as it is.
     """
@@ -53,7 +53,7 @@ class Settings:
     chosen: tuple[Transformation, ...]
     dynamic_shapes: Any
     measured: bool
-    engine: str
+    engines: tuple[str, ...]
     seconds: float
     frozen: bool
 
@@ -131,7 +131,7 @@ class Work:
             self.transform()
             self.verify()
             self.install()
-            self.measure(self.settings.engine)
+            self.measure(self.settings.engines)
         return self
 
     def transform(self) -> None:
@@ -204,12 +204,12 @@ class Work:
         if self.subject.twin is not None and self.subject.reader is not None:
             make_dropin(self.subject.twin, self._grafts(self.subject.reader))
 
-    def measure(self, engine: str) -> None:
+    def measure(self, engines: tuple[str, ...]) -> None:
         """Time what came of each graph against the original, and let go of what does not pay."""
-        for graph in self._for(engine):
-            self.progress.next(f"{graph.name}: {engine}")
+        for graph in self._for(engines):
+            self.progress.next(f"{graph.name}: {', '.join(engines)}")
             settings = self.seconds, self.measured, self._bound(graph)
-            self.engines[graph.name] = adopt_engine(engine, graph, self.entries[graph.name], *settings)
+            self.engines[graph.name] = adopt_engine(engines, graph, self.entries[graph.name], *settings)
         for graph in [graph for graph in self.graphs if graph.name not in self.verdicts]:
             self.progress.next(f"{graph.name}: measuring")
             self.entries[graph.name].finite = must_be_finite(graph, self.entries[graph.name])
@@ -229,11 +229,11 @@ class Work:
             self.benchmarks[graph.name] = found
             self.verdicts[graph.name] = self._verdict(graph, found)
 
-    def _for(self, engine: str) -> list[Graph]:
-        """The graphs for which an engine is tried; torch's own is made for one size, that of the caller's call."""
-        if self.subject.twin is None or engine == "eager" or (engine == "torch" and not self.measured):
+    def _for(self, engines: tuple[str, ...]) -> list[Graph]:
+        """The graphs for which engines are tried; torch's own is made for one size, that of the caller's call."""
+        if self.subject.twin is None or engines == ("eager",) or (engines == ("torch",) and not self.measured):
             return []
-        graphs = self.graphs[:1] if engine == "torch" else self.graphs
+        graphs = self.graphs[:1] if engines == ("torch",) else self.graphs
         return [graph for graph in graphs if graph.name in self.entries]
 
     def _program(self, graph: Graph) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import importlib.util
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from regraft.core.modules import graph_modules
 from regraft.core.mutation import Mutations
 from regraft.dropin import Entry
 from regraft.optimize.engines.flat import Engine, Flat
+from regraft.optimize.engines.wanted import ENGINES, OF_TORCH, engines_of
 from regraft.optimize.graphs import Graph
 from regraft.optimize.presets import OTHER_KERNELS, PACKING
 from regraft.optimize.step_result import worst_sentence
@@ -26,13 +26,6 @@ from regraft.verify import Comparison, compare_speed, verify
 
 logger = logging.getLogger("regraft")
 
-#: the engines by name: the file here that knows each, and the packages that it needs
-ENGINES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "onednn": ("onednn_graph", ()),
-    "inductor": ("inductor", ()),
-    "onnxruntime": ("onnx_runtime", ("onnx", "onnxscript", "onnxruntime")),
-    "openvino": ("open_vino", ("openvino",)),
-}
 #: seconds until the threads of an engine outside of torch no longer spin, which may double the time of what runs next
 PAUSE = 0.03
 #: how many times as long as a step an engine is measured where that does not tell: nothing makes more of a difference
@@ -43,8 +36,6 @@ PAIRS = 4
 WORTH = 0.98
 #: relative to the fastest: a slower engine is not built again on the graph as it was captured, to be compared with that
 REACH = 1.25
-#: what is tried where torch itself is to run the graph: what comes with it, and needs neither a compiler nor a package
-OF_TORCH = ("onednn",)
 
 
 @dataclass(frozen=True)
@@ -56,8 +47,8 @@ class EngineResult:
         tried: For each engine that was tried, what came of it as a sentence.
         comparisons: For each that is right, its time against that of the rewritten graph without an engine.
         rewriting: What the rewrites add to an engine: its time on the rewritten graph against its time on the graph as
-            it was captured. For each that is right and not far behind the fastest; for none where nothing was
-            rewritten, where all is kept that is right, or where nobody asked for an engine.
+            it was captured. For the one that was asked for, or with `"auto"` for each that is right and not far behind
+            the fastest; for none where nothing was rewritten, or where all is kept that is right.
     """
 
     engine: str
@@ -76,29 +67,6 @@ class EngineResult:
         return "; ".join([f"run by {self.engine}", *(f"{name}: {said}" for name, said in self.tried.items()), *added])
 
 
-def missing_packages(name: str) -> tuple[str, ...]:
-    """The packages that an engine needs and that are not installed.
-
-    Args:
-        name: The engine.
-    """
-    return tuple(package for package in ENGINES[name][1] if importlib.util.find_spec(package) is None)
-
-
-def expect_installed(name: str) -> None:
-    """Make sure that an engine that was asked for by name is there.
-
-    Args:
-        name: The engine.
-
-    Raises:
-        ImportError: It is not; the message shows how to install it.
-    """
-    missing = missing_packages(name) if name in ENGINES else ()
-    if missing:
-        raise ImportError(f"engine={name!r} needs {', '.join(missing)}: pip install 'regraft[{name}]'")
-
-
 def pause_after(name: str) -> float:
     """How long to wait, in seconds, after calls of an engine before anything else is timed.
 
@@ -109,7 +77,7 @@ def pause_after(name: str) -> float:
 
 
 def adopt_engine(
-    wanted: str, graph: Graph, entry: Entry, seconds: float, measured: bool, bound: Mapping[str, Any]
+    wanted: Sequence[str], graph: Graph, entry: Entry, seconds: float, measured: bool, bound: Mapping[str, Any]
 ) -> EngineResult:
     """Let an engine run a graph, where it is right and, if that is measured, likely faster.
 
@@ -118,7 +86,8 @@ def adopt_engine(
     the graph as it was captured.
 
     Args:
-        wanted: The engine's name; `"auto"` for the fastest of those installed, `"torch"` for what torch has in it.
+        wanted: Names: of engines, the fastest of which is taken, `"auto"` alone for those that are installed, `"torch"`
+            for what torch has in it.
         graph: The graph.
         entry: What the drop-in runs; its engine is set.
         seconds: How long to measure each.
@@ -139,9 +108,9 @@ def adopt_engine(
     tried: dict[str, str] = {}
     comparisons: dict[str, Comparison] = {}
     rewriting: dict[str, Comparison] = {}
-    taken = "torch"
-    for name in _names(wanted):
-        if wanted == "torch" and graph.large:
+    wanted, taken = tuple(wanted), "torch"
+    for name in engines_of(wanted):
+        if wanted == ("torch",) and graph.large:
             tried[name] = "not tried unasked: it would take the gigabytes of the weights once more"
             continue
         engine, remark = None, ""
@@ -155,7 +124,7 @@ def adopt_engine(
         tried[name], comparisons[name] = _said(found) + remark, found
         # the same engine without the rewrites, unless that could not change anything, or nobody waits to learn it
         fastest = min(1.0, *(comparison.ratio for comparison in comparisons.values()))
-        near = name == wanted or (wanted == "auto" and found.ratio < REACH * fastest)
+        near = wanted == (name,) or (wanted == ("auto",) and found.ratio < REACH * fastest)
         again = measured and near and history(graph.gm)
         alone = _built(name, graph, _without(graph.gm, None), bound, {}) if again else None
         if alone is not None:
@@ -173,7 +142,7 @@ def adopt_engine(
                 duel = timed(name, _Called(graph, entry.engine), engine)
                 tried[name] += f"; {duel.describe()} of {taken}"
                 wins = duel.ratio < 1
-        if wins or (wanted == name and not measured):
+        if wins or (wanted == (name,) and not measured):
             taken, entry.engine = name, engine
     logger.info("%s is run by %s: %s", graph.name, taken, tried)
     return EngineResult(taken, tried, comparisons, rewriting)
@@ -197,12 +166,6 @@ def _said(found: Comparison) -> str:
     if found.ratio < WORTH and not found.faster:
         return f"likely faster: {found.describe()}, an interval that contains 1"
     return found.reason
-
-
-def _names(wanted: str) -> Sequence[str]:
-    if wanted == "auto":
-        return [name for name in ENGINES if not missing_packages(name)]
-    return OF_TORCH if wanted == "torch" else (wanted,)
 
 
 def _built(name: str, graph: Graph, gm: GraphModule, bound: Mapping[str, Any], tried: dict[str, str]) -> Engine | None:
