@@ -281,13 +281,15 @@ def _tensors(kwargs: dict[str, Any]) -> list[torch.Tensor]:
     return [value for value in kwargs.values() if isinstance(value, torch.Tensor)]
 
 
+TWO_ENGINES = {"engine": ("torch", "openvino"), "dynamic_shapes": None}  # for fixed sizes, as OpenVINO's own column is
+
 FLOAT32: dict[str, Callable[..., Call]] = {
     "eager": eager,
     "eager again": eager,
     "regraft": regraft,
     "regraft, frozen": partial(regraft, frozen=True),  # as every runtime that has a copy of the weights
-    "regraft, 2 engines": partial(regraft, engine=("torch", "openvino")),
-    "regraft, 2 engines, frozen": partial(regraft, frozen=True, engine=("torch", "openvino")),
+    "regraft, 2 engines": partial(regraft, **TWO_ENGINES),
+    "regraft, 2 engines, frozen": partial(regraft, **TWO_ENGINES, frozen=True),
     "regraft, frozen, auto": partial(regraft, frozen=True, engine="auto"),
     "regraft + compile": regraft_compiled,
     "compile": compiled,
