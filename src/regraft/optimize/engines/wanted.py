@@ -18,7 +18,7 @@ ENGINES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 #: what is tried where torch itself is to run the graph: what comes with it, and needs neither a compiler nor a package
 OF_TORCH = ("onednn",)
-#: what can be asked for: the last two by themselves alone, since each of them is a choice by itself
+#: what can be asked for; the last two not among others: there would be nothing to choose, or no others to name
 _NAMES = ("torch", *ENGINES, "eager", "auto")
 _ALONE = _NAMES[-2:]
 
