@@ -10,9 +10,11 @@ import pytest
 import torch
 import zoo
 
+from regraft.cli import parser
 from regraft.cli.choosing import chosen as made_of
 from regraft.cli.recipe import Choice
 from regraft.optimize import presets
+from regraft.optimize.engines import wanted
 
 X = ("--inputs", "zoo:x")
 QUICK = ("--seconds", "0.02")
@@ -97,6 +99,18 @@ def test_wrong_engines_are_refused_before_the_model_is_loaded(regraft, tmp_path:
     done = regraft("optimize", "--recipe", "r.toml")
     assert done.status == 2
     assert f"r.toml: engine: {said}" in done.err
+
+
+def test_the_command_line_takes_the_engines_that_the_library_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wanted, "missing_packages", lambda name: ())
+    assert set(wanted.ENGINES) < set(parser.ENGINES)
+    for names in (*parser.ENGINES, *(f"torch,{name}" for name in parser.ENGINES), "tvm"):
+        try:
+            wanted.expect_engines(names.split(","), zoo.conv())
+        except ValueError:
+            assert parser.fault_of_engines(names) is not None, names
+        else:
+            assert parser.fault_of_engines(names) is None, names
 
 
 def test_a_preset_is_what_the_library_has_under_its_name(regraft) -> None:
