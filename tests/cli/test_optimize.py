@@ -10,8 +10,8 @@ import pytest
 import torch
 import zoo
 
-from regraft.cli import parser
 from regraft.cli.choosing import chosen as made_of
+from regraft.cli.parser import ENGINES, fault_of_engines
 from regraft.cli.recipe import Choice
 from regraft.optimize import presets
 from regraft.optimize.engines import wanted
@@ -103,14 +103,14 @@ def test_wrong_engines_are_refused_before_the_model_is_loaded(regraft, tmp_path:
 
 def test_the_command_line_takes_the_engines_that_the_library_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wanted, "missing_packages", lambda name: ())
-    assert set(wanted.ENGINES) < set(parser.ENGINES)
-    for names in (*parser.ENGINES, *(f"torch,{name}" for name in parser.ENGINES), "tvm"):
+    assert set(wanted.ENGINES) < set(ENGINES)
+    for names in (*ENGINES, *(f"torch,{name}" for name in ENGINES), "tvm"):
         try:
             wanted.expect_engines(names.split(","), zoo.conv())
         except ValueError:
-            assert parser.fault_of_engines(names) is not None, names
+            assert fault_of_engines(names) is not None, names
         else:
-            assert parser.fault_of_engines(names) is None, names
+            assert fault_of_engines(names) is None, names
 
 
 def test_a_preset_is_what_the_library_has_under_its_name(regraft) -> None:
