@@ -257,11 +257,12 @@ def openvino(model: nn.Module, kwargs: dict[str, Any], **settings: Any) -> Call:
     import openvino as ov
 
     found = ov.convert_model(torch.export.export(model, (), kwargs, strict=False))
-    threads = {"INFERENCE_NUM_THREADS": torch.get_num_threads()}
-    request = ov.Core().compile_model(found, "CPU", {**threads, **settings}).create_infer_request()
     feed = [value.numpy() for value in _tensors(kwargs)]
     if len(feed) != len(found.inputs):  # it would take zeros for what is missing
         raise ValueError(f"{len(found.inputs)} inputs, and {len(feed)} tensors given: a cache is not fed")
+    found.reshape({index: array.shape for index, array in enumerate(feed)})  # or it is slower, being for any sizes
+    threads = {"INFERENCE_NUM_THREADS": torch.get_num_threads()}
+    request = ov.Core().compile_model(found, "CPU", {**threads, **settings}).create_infer_request()
     return lambda: request.infer(feed)
 
 

@@ -144,6 +144,61 @@ def test_openvino_computes_in_the_precision_of_the_weights(dtype: torch.dtype, m
     assert all(torch.allclose(a.double(), b, atol=bound, rtol=bound) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("name", ["onednn", "inductor", "onnxruntime", "openvino"])
+@pytest.mark.parametrize("measured", [True, False])
+def test_an_engine_with_kernels_of_its_own_is_not_given_what_pays_with_those_of_torch(
+    name: str, measured: bool, monkeypatch
+) -> None:
+    seen: list[torch.fx.GraphModule] = []
+    every_engine(monkeypatch, lambda flat: seen.append(flat.module) or (lambda inputs: flat.module(*inputs)))
+    graph = rg.optimize(heads(), kwargs={"x": image()}, keep="all", engine="eager", **EXACT).graphs[0]
+    subject = Graph("forward", graph.graph_module, graph.inputs, Oracle(heads(), float64=True, seed=0))
+    choosing.adopt_engine((name,), subject, Entry("forward", graph.graph_module, graph.inputs[1]), 0.01, measured, {})
+    called = [str(node.target) for node in seen[0].graph.find_nodes(op="call_module")]
+    apart = measured and name in ("onnxruntime", "openvino")
+    assert called == (["conv", "q", "k"] if apart else ["conv", "q_k"])
+    assert "q_k" in dict(graph.graph_module.named_modules()), "what runs other sizes has it"
+
+
+def test_what_other_steps_stand_on_stays_in_the_graph_of_an_engine() -> None:
+    gm = rg.trace(heads(), (image(),))
+    for step in (rg.MergeLinears(), rg.ReducePrecision(torch.bfloat16), rg.LintAndRecompile()):
+        gm = step(gm)
+    before = gm.code
+    twin = choosing._without(gm, ("MergeLinears",))
+    assert [step.transformation for step in rg.history(twin)] == ["MergeLinears", "ReducePrecision", "LintAndRecompile"]
+    assert twin.code == gm.code == before
+    twin = choosing._without(gm, ("MergeLinears", "ReducePrecision"))
+    assert [step.transformation for step in rg.history(twin)] == ["LintAndRecompile"]
+    assert len(rg.history(gm)) == 3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        (None, [2, 3, 6, 6]),
+        ("auto", [-1, 3, -1, -1]),
+        ({"x": {0: torch.export.Dim.DYNAMIC}, "scale": None}, [-1, 3, 6, 6]),
+    ],
+    ids=["none", "auto", "batch"],
+)
+def test_openvino_is_told_which_sizes_vary(sizes: object, told: list[int], monkeypatch) -> None:
+    """It takes all for varying where nobody does, and is slower for it."""
+    available("openvino")
+    import openvino
+
+    given, compile_model = [], openvino.Core.compile_model
+    monkeypatch.setattr(openvino.Core, "compile_model", lambda *args: given.append(args[1]) or compile_model(*args))
+    model, call = heads(), {"x": image(), "scale": torch.tensor(2.0)}
+    options = {"transformations": [], "seconds": 0.01, "dynamic_shapes": sizes}
+    result = rg.optimize(model, kwargs=call, engine="openvino", keep="all", **options)
+    assert result.graphs[0].engine.engine == "openvino", result
+    assert [[size.get_max_length() for size in each.partial_shape] for each in given[0].inputs] == [told, []]
+    with torch.no_grad():
+        found, expected = result.model(**call), model(**call)
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(found, expected, strict=True))
+
+
 def test_an_engine_that_is_right_at_first_and_not_later_makes_way_for_torch(monkeypatch) -> None:
     later = []  # what is looked at between the engine's choice and the drop-in as a whole
     monkeypatch.setattr(work, "must_be_finite", lambda *_: later.append(1) or {})

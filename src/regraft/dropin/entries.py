@@ -164,15 +164,23 @@ _SERIAL = (1 << 15) - 1
 
 def _expect_finite(name: str, value: Tensor, strictly: bool, alone: bool) -> None:
     """Refuse what is not finite; on this thread alone, where an engine's threads would wait for those of torch."""
-    parts = (value,)
-    if alone and value.numel() > _SERIAL:  # by the order of its axes in memory, so that there is nothing to copy
-        axes = sorted(range(value.ndim), key=value.stride, reverse=True)
-        parts = value.permute(axes).flatten().split(_SERIAL)
-    if all(math.isfinite(part.sum().item()) for part in parts):  # seldom infinite where nothing in it is
+    if _seems_finite(value, strictly, alone):
         return
     if value.isnan().any() or (strictly and not value.isfinite().all()):
         broken = "a NaN or an infinity" if strictly else "a NaN"
         raise ValueError(f"{name} has {broken}, which a kernel of the graph would turn into a number")
+
+
+def _seems_finite(value: Tensor, strictly: bool, alone: bool) -> bool:
+    """Whether an argument is certainly what it has to be, by as few passes over its memory as there can be."""
+    if not alone or value.numel() <= _SERIAL:
+        return math.isfinite(value.sum().item())  # seldom infinite where nothing in it is
+    if value.dtype is torch.float32:  # NumPy has no threads, and whoever runs such an engine has NumPy
+        array = value.numpy(force=True)
+        least = array.min()  # a NaN where there is one
+        return math.isfinite(least) and math.isfinite(array.max()) if strictly else not math.isnan(least)
+    axes = sorted(range(value.ndim), key=value.stride, reverse=True)  # as they lie in memory: there is nothing to copy
+    return all(math.isfinite(part.sum().item()) for part in value.permute(axes).flatten().split(_SERIAL))
 
 
 def _slot(name: str, value: Any) -> Slot:

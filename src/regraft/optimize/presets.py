@@ -18,6 +18,9 @@ _TIDY = ("RemoveDeadWork", "RemoveUnreadRows")  # what was there for a norm that
 _MERGE = ("MergeLinears",)  # no convolutions: to read some channels of many takes longer than to read an image again
 PACKING = ("PrepackForCpu",)
 
+FOR_TORCH = (*PACKING, "MergeLinears", "FusePad")
+"""What pays with torch's kernels alone: OpenVINO is faster without the last two, and ONNX Runtime no slower."""
+
 LARGE = 2 << 30
 """Bytes of weights beyond which nothing is done unasked that takes room for the weights once more."""
 

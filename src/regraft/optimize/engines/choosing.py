@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import logging
@@ -12,6 +13,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from regraft.capture import filling
+from regraft.core.errors import ReversalConflict
 from regraft.core.history import history, undo
 from regraft.core.modules import graph_modules
 from regraft.core.mutation import Mutations
@@ -19,7 +21,7 @@ from regraft.dropin import Entry
 from regraft.optimize.engines.flat import Engine, Flat
 from regraft.optimize.engines.wanted import ENGINES, OF_TORCH, engines_of
 from regraft.optimize.graphs import Graph
-from regraft.optimize.presets import OTHER_KERNELS, PACKING
+from regraft.optimize.presets import FOR_TORCH, OTHER_KERNELS, PACKING
 from regraft.optimize.step_result import worst_sentence
 from regraft.optimize.steps import clock
 from regraft.verify import Comparison, compare_speed, verify
@@ -73,7 +75,12 @@ def pause_after(name: str) -> float:
     Args:
         name: The engine.
     """
-    return PAUSE if name in ENGINES and ENGINES[name][1] else 0.0
+    return PAUSE if _is_foreign(name) else 0.0
+
+
+def _is_foreign(name: str) -> bool:
+    """Whether an engine has threads and kernels of its own, which come with a package of its own."""
+    return name in ENGINES and bool(ENGINES[name][1])
 
 
 def adopt_engine(
@@ -82,8 +89,9 @@ def adopt_engine(
     """Let an engine run a graph, where it is right and, if that is measured, likely faster.
 
     It is given the graph with all steps that preserve the computation, those included that make no difference by
-    themselves: it may not know a form that one of them takes away. Where rewriting makes an engine slower, it is given
-    the graph as it was captured.
+    themselves: it may not know a form that one of them takes away. One with kernels of its own is not given what pays
+    with torch's alone, unless all is kept. Where rewriting makes one slower that was asked for by its name alone, or
+    with `"auto"`, it is given the graph as it was captured.
 
     Args:
         wanted: Names: of engines, the fastest of which is taken, `"auto"` alone for those that are installed, `"torch"`
@@ -114,10 +122,11 @@ def adopt_engine(
             tried[name] = "not tried unasked: it would take the gigabytes of the weights once more"
             continue
         engine, remark = None, ""
+        gone = FOR_TORCH if measured and _is_foreign(name) else PACKING
         if graph.whole is not None:
-            engine = _built(name, graph, _without(graph.whole, PACKING), bound, tried)
+            engine = _built(name, graph, _without(graph.whole, gone), bound, tried)
             remark = ", with the steps that make no difference without it" if engine is not None else ""
-        engine = engine or _built(name, graph, _without(graph.gm, PACKING), bound, tried)
+        engine = engine or _built(name, graph, _without(graph.gm, gone), bound, tried)
         if engine is None:
             continue
         found = timed(name, graph.gm.forward, engine)
@@ -177,7 +186,7 @@ def _built(name: str, graph: Graph, gm: GraphModule, bound: Mapping[str, Any], t
     try:
         flat = Flat(gm, graph.call)
         adapter = importlib.import_module(f"regraft.optimize.engines.{ENGINES[name][0]}")
-        engine = Engine(flat, adapter.build(flat), graph.gm, own_threads=bool(pause_after(name)))
+        engine = Engine(flat, adapter.build(flat), graph.gm, own_threads=_is_foreign(name))
     except Exception as error:  # whatever an engine raises that has no form for a graph
         text = (str(error).strip().splitlines() or [""])[0]
         tried[name] = f"cannot run it ({type(error).__name__}: {text[:160]})"
@@ -214,7 +223,8 @@ def _without(gm: GraphModule, transformations: Collection[str] | None) -> GraphM
         return gm
     twin = copy.copy(gm)
     for step in reversed(gone):
-        undo(twin, step)
+        with contextlib.suppress(ReversalConflict):  # something else stands on it: it stays
+            undo(twin, step)
     return twin
 
 

@@ -103,7 +103,7 @@ class Flat:
         sizes: list[tuple[Any, ...]] = [
             tuple(value.shape) if isinstance(value, Tensor) else () for value in self.values
         ]
-        return [{axis: Dim.AUTO for axis, size in enumerate(s) if isinstance(size, torch.SymInt)} for s in sizes]
+        return [{axis: Dim.AUTO for axis, size in enumerate(s) if _varies(size)} for s in sizes]
 
     def exported(self) -> ExportedProgram:
         """The graph as an exported program that takes and gives tensors alone."""
@@ -220,6 +220,11 @@ def _computes_numbers(gm: GraphModule) -> bool:
     sizes = made_of_sizes(gm.graph)
     results = gm.graph.output_node().all_input_nodes
     return any(node not in sizes and not isinstance(node.meta.get("val"), Tensor) for node in results)
+
+
+def _varies(size: Any) -> bool:
+    """Whether a size is not one number: what a layer has fixed may be a symbolic size of no symbols."""
+    return bool(getattr(torch_private.symbolic_expression(size), "free_symbols", ()))
 
 
 def _layout(tensor: Tensor) -> torch.memory_format | tuple[int, ...] | None:

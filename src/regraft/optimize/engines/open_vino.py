@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ def build(flat: Flat) -> Run:
             if isinstance(weight, Tensor):  # or OpenVINO would make another copy, which nobody keeps
                 weight.data = weight.detach().contiguous()
     model = openvino.convert_model(program)
+    # which lets every size vary, and that costs time; one that may is -1 to it
+    model.reshape(dict(enumerate(map(_sizes, flat.sample, flat.varying))))
     rounded = [result.element_type == openvino.Type.bf16 for result in model.outputs]
     half = any(weight.dtype is torch.bfloat16 for weight in flat.module.state_dict().values())
     settings: dict[str, Any] = {
@@ -52,11 +54,19 @@ def build(flat: Flat) -> Run:
     def run(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         if not hasattr(local, "request"):
             local.request, local.weights = compiled.create_infer_request(), tables  # and what it computes with
-        given = [_shared(tensor.detach().contiguous()) for tensor in inputs]
-        found = local.request.infer(given, share_inputs=True, share_outputs=True)
-        return [_copied(found[index], low) for index, low in enumerate(rounded)]
+        request = local.request
+        local.given = [_shared(tensor.detach().contiguous()) for tensor in inputs]  # a request does not hold on to them
+        # one by one: given to `infer`, they take longer, and so do the results in the dictionary that it makes
+        for index, tensor in enumerate(local.given):
+            request.set_input_tensor(index, tensor)
+        request.infer(share_outputs=True)
+        return [_copied(request.get_output_tensor(index).data, low) for index, low in enumerate(rounded)]
 
     return flat.but_for_ones(run)
+
+
+def _sizes(tensor: Tensor, varying: Mapping[int, Any]) -> list[int]:
+    return [-1 if axis in varying else size for axis, size in enumerate(tensor.shape)]
 
 
 def _shared(tensor: Tensor) -> Any:
@@ -64,12 +74,12 @@ def _shared(tensor: Tensor) -> Any:
 
     NumPy knows no bfloat16, and torch would convert it with threads that then slow OpenVINO's.
     """
-    if tensor.dtype is not torch.bfloat16:
-        return tensor.numpy()
     from openvino import Tensor as OpenVinoTensor
     from openvino import Type
 
-    return OpenVinoTensor(tensor.view(torch.int16).numpy(), list(tensor.shape), Type.bf16)
+    if tensor.dtype is torch.bfloat16:
+        return OpenVinoTensor(tensor.view(torch.int16).numpy(), list(tensor.shape), Type.bf16)
+    return OpenVinoTensor(tensor.numpy(), shared_memory=True)
 
 
 def _copied(result: Any, low: bool) -> Tensor:
