@@ -73,10 +73,19 @@ def same_shape(left: Any, right: Any) -> bool:
     return len(left) == len(right) and all(_same_size(a, b) for a, b in zip(left, right, strict=True))
 
 
+def varying_axes(value: Any) -> list[int]:
+    """The axes of a fake tensor whose size is not one number: what a layer has fixed may be symbolic, of no symbols."""
+    sizes = map(_expression, value.shape) if isinstance(value, Tensor) else ()
+    return [axis for axis, size in enumerate(sizes) if getattr(size, "free_symbols", ())]
+
+
 def _same_size(left: Any, right: Any) -> bool:
     # comparing symbolic sizes would tie them together; their expressions tell without
-    left, right = (size.node.expr if isinstance(size, torch.SymInt) else size for size in (left, right))
-    return bool(left == right)
+    return bool(_expression(left) == _expression(right))
+
+
+def _expression(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def made_of_sizes(graph: Graph) -> set[Node]:

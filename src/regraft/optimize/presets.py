@@ -19,7 +19,7 @@ _MERGE = ("MergeLinears",)  # no convolutions: to read some channels of many tak
 PACKING = ("PrepackForCpu",)
 
 FOR_TORCH = (*PACKING, "MergeLinears", "FusePad")
-"""What pays with torch's kernels alone: OpenVINO is faster without the last two, and ONNX Runtime no slower."""
+"""What pays with torch's kernels alone: OpenVINO is no slower without the last two, often faster."""
 
 LARGE = 2 << 30
 """Bytes of weights beyond which nothing is done unasked that takes room for the weights once more."""

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from regraft.capture import lift
 from regraft.capture.loading import load_program
+from regraft.core.values import varying_axes
 
 logger = logging.getLogger("regraft")
 
@@ -38,7 +39,8 @@ def exported(gm: GraphModule, inputs: Inputs, first: bool = False) -> ExportedPr
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     shapes = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
     values = [value for value in shapes if isinstance(value, Tensor)]
-    axes = [_varying(value) for value in values] if len(values) == len(tensors) else [{} for _ in tensors]
+    known = values if len(values) == len(tensors) else [None] * len(tensors)
+    axes = [dict.fromkeys(varying_axes(value), Dim.AUTO) for value in known]
     larger = iter([_doubled(tensor, varying) for tensor, varying in zip(tensors, axes)])
     dims = iter(axes)
     given = pytree.tree_unflatten([next(larger) if isinstance(x, Tensor) else x for x in leaves], spec)
@@ -66,11 +68,6 @@ def _first_of(gm: GraphModule) -> nn.Module:
             return self.graph_module(*args, **kwargs)[0]
 
     return First()
-
-
-def _varying(value: Tensor) -> dict[int, Any]:
-    sizes: tuple[Any, ...] = tuple(value.shape)  # of a fake tensor, so some are symbols
-    return {axis: Dim.AUTO for axis, size in enumerate(sizes) if isinstance(size, torch.SymInt)}
 
 
 def _doubled(tensor: Tensor, axes: dict[int, Any]) -> Tensor:

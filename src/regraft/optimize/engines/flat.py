@@ -19,7 +19,7 @@ from regraft.core.errors import NotCovered
 from regraft.core.fx_private import codegen_of
 from regraft.core.graph_module import GraphModule as OwnGraphModule
 from regraft.core.ordinary import ORDINARY, ordinary_call
-from regraft.core.values import layout_of, made_of_sizes
+from regraft.core.values import layout_of, made_of_sizes, varying_axes
 from regraft.dropin.watch import Watch
 from regraft.optimize.engines.inlining import inline_regions
 from regraft.optimize.sharing import weights_made
@@ -100,10 +100,7 @@ class Flat:
     @property
     def varying(self) -> list[dict[int, Any]]:
         """For each input the axes whose size varies."""
-        sizes: list[tuple[Any, ...]] = [
-            tuple(value.shape) if isinstance(value, Tensor) else () for value in self.values
-        ]
-        return [{axis: Dim.AUTO for axis, size in enumerate(s) if _varies(size)} for s in sizes]
+        return [dict.fromkeys(varying_axes(value), Dim.AUTO) for value in self.values]
 
     def exported(self) -> ExportedProgram:
         """The graph as an exported program that takes and gives tensors alone."""
@@ -220,11 +217,6 @@ def _computes_numbers(gm: GraphModule) -> bool:
     sizes = made_of_sizes(gm.graph)
     results = gm.graph.output_node().all_input_nodes
     return any(node not in sizes and not isinstance(node.meta.get("val"), Tensor) for node in results)
-
-
-def _varies(size: Any) -> bool:
-    """Whether a size is not one number: what a layer has fixed may be a symbolic size of no symbols."""
-    return bool(getattr(torch_private.symbolic_expression(size), "free_symbols", ()))
 
 
 def _layout(tensor: Tensor) -> torch.memory_format | tuple[int, ...] | None:
