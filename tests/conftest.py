@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import random
+from collections.abc import Iterator
 
 # Read once, when the libraries are imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -19,6 +20,7 @@ os.environ["MPLBACKEND"] = "Agg"
 import hypothesis
 import pytest
 import torch
+import torch._dynamo
 
 UNDER_XDIST = "PYTEST_XDIST_WORKER" in os.environ
 FUZZ_EXAMPLES = int(os.environ.get("REGRAFT_FUZZ", "0"))
@@ -86,3 +88,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_layers_need_no_cache(request: pytest.FixtureRequest) -> Iterator[None]:
+    """While it exports, torch keeps what it found of each operator for the next like it; most models of these tests
+    have few layers. The tests of other folders leave it on."""
+    few = request.path.parent.name in ("capture", "cli", "optimize")
+    with torch._dynamo.config.patch(fake_tensor_cache_enabled=not few):
+        yield

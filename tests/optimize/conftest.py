@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-import torch._dynamo
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -23,8 +20,9 @@ def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(onednn_pixels, "as_good_by_pixels", lambda *_: False)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _few_layers_need_no_cache() -> Iterator[None]:
-    """While it exports, torch keeps what it found of each operator for the next like it; these have few layers."""
-    with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
-        yield
+@pytest.fixture(autouse=True)
+def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a program is timed at does not matter here, so nobody waits until the threads of the other are asleep."""
+    from regraft.optimize.engines import choosing
+
+    monkeypatch.setattr(choosing, "PAUSE", 0.001)

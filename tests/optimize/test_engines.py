@@ -433,6 +433,7 @@ def comparing(ratios: list[float]) -> Callable[..., Comparison]:
 def test_what_has_threads_of_its_own_is_timed_with_pauses(name: str, pause: float, monkeypatch) -> None:
     available(name)
     every_engine(monkeypatch, lambda flat: lambda inputs: flat.module(*inputs))
+    monkeypatch.setattr(choosing, "PAUSE", 0.03)  # of which these tests make less
     pauses = []
     for module in (choosing, work):
         compare = module.compare_speed
