@@ -735,8 +735,9 @@ class Around(nn.Module):
         (lambda: torch.jit.script(nn.Linear(4, 4)), "into inner, which is of TorchScript"),
         (lambda: nn.LazyLinear(4), "call the model once"),
         (lambda: torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 4))), "before it is quantized"),
+        (lambda: torch.inference_mode()(nn.Linear)(4, 4), r"copy\.deepcopy\(model\)"),
     ],
-    ids=["scripted", "lazy", "quantized"],
+    ids=["scripted", "lazy", "quantized", "inference"],
 )
 def test_parts_that_export_knows_nothing_of(inner: Callable[[], nn.Module], cure: str) -> None:
     with pytest.raises(CaptureError, match=cure):

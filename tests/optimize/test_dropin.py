@@ -370,6 +370,27 @@ def test_a_frozen_drop_in_that_is_converted_is_captured_again_and_stays_frozen(m
     check(model, dropin, True, image().double())
 
 
+def test_weights_of_which_nobody_counts_the_writes_are_optimized_where_they_are_promised_to_stay() -> None:
+    with torch.inference_mode():
+        model = heads().requires_grad_(False)
+    settings = {"transformations": EXACT, "keep": "all", "seconds": 0.01}
+    with pytest.raises(ValueError, match=r"conv\.weight was made in inference mode, .*deepcopy\(model\).*frozen=True"):
+        optimize(model, (image(),), **settings)
+    check(model, optimize(copy.deepcopy(model), (image(),), **settings).model, True, image())
+    check(model, optimize(model, (image(),), frozen=True, **settings).model, True, image())
+
+
+def test_converted_in_inference_mode_the_original_runs() -> None:
+    model, result = optimized()
+    model.requires_grad_(False)
+    dropin = result.model.requires_grad_(False)
+    with torch.inference_mode():
+        dropin.double()
+    assert any(weight.is_inference() for weight in dropin.parameters())
+    check(copy.deepcopy(model).double(), dropin, False, image().double())
+    assert "conv.weight was made in inference mode" in grafts_of(dropin).stale
+
+
 def test_a_hook_on_the_whole_runs_with_the_graph(pair) -> None:
     _, dropin = pair
     seen = []
@@ -645,6 +666,28 @@ def test_weights_whose_memory_was_freed_are_noticed() -> None:
     weight = next(iter(dropin.parameters()))
     weight.untyped_storage().resize_(0)
     assert grafts_of(dropin).check(dropin) == "weights of it were given other memory"
+
+
+@pytest.mark.parametrize("name", ["conv.weight", "norm.running_mean"])
+@pytest.mark.parametrize("joined", [False, True])
+def test_weights_that_lie_where_others_were_freed_are_noticed(name: str, joined: bool) -> None:
+    model = heads()
+    weight = model.state_dict(keep_vars=True)[name]
+    memory = bytearray(weight.nbytes)
+
+    def laid(values: torch.Tensor) -> torch.Tensor:
+        """Values in that memory, which is nobody's else, so it is given to whoever asks for as much."""
+        return torch.frombuffer(memory, dtype=values.dtype).view(values.shape).copy_(values)
+
+    others = weight.detach() * 3
+    weight.data = laid(weight.detach().clone())
+    address, version = weight.data_ptr(), weight._version
+    watching = Watch(heads()).and_also([Watch(model)]) if joined else Watch(model)
+    assert watching.change() is None
+    weight.data = torch.empty(0)
+    weight.data = laid(others)
+    assert (weight.data_ptr(), weight._version) == (address, version)
+    assert watching.change() == "weights of it were given other memory"
 
 
 @pytest.mark.parametrize("frozen", [False, True])

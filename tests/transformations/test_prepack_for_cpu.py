@@ -896,6 +896,23 @@ def test_verify_notices_a_weight_that_was_written_behind_torchs_back(monkeypatch
             assert rg.verify(model, gm, (x,)).ok
 
 
+@pytest.mark.skipif(not mkldnn.works(mkldnn.LINEAR, torch.float32), reason="a build without oneDNN")
+def test_a_weight_that_lies_where_another_was_freed_is_packed_anew(monkeypatch):
+    fastest(monkeypatch, "onednn")
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 8)).eval()
+    x = torch.randn(16, 3, 8, 8)
+    gm = rg.PrepackForCpu()(rg.trace(model, (x,)))
+    with torch.no_grad():
+        for layer in ("0", "3"):
+            weight = gm.get_submodule(layer).weight
+            memory = bytearray(weight.nbytes)
+            for scale in (1, 3):
+                values = weight.detach() * scale
+                weight.data = torch.empty(0)
+                weight.data = torch.frombuffer(memory, dtype=values.dtype).view(values.shape).copy_(values)
+                torch.testing.assert_close(gm(x), model(x), atol=1e-4, rtol=1e-4)
+
+
 def test_a_weight_whose_changes_cannot_be_seen_is_not_packed():
     with torch.inference_mode():
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval()

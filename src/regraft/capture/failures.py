@@ -60,6 +60,13 @@ _CURES = (
         "a lazy layer of the model has no weights before its first call; call the model once",
     ),
     (
+        ("requires_grad=True on inference tensor",),
+        (
+            "weights of the model were made in inference mode; make it outside of torch.inference_mode(), or a copy "
+            "there: copy.deepcopy(model)"
+        ),
+    ),
+    (
         ("PackedParams",),
         (
             "torch.ao.quantization keeps weights in objects that torch.export cannot take apart; capture the model "

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from regraft.capture.own_state import Attribute
 from regraft.capture.torch_private import dict_version, made_by_hooks, storage_of
 from regraft.capture.transformers_adapter import is_collector
+from regraft.core.freed import Memory
 from regraft.core.stepped import Steps
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")  # where gradients are recorded no graph runs
@@ -73,6 +74,24 @@ def _is_shared(tensor: Tensor, pointer: int, storage: Any) -> bool:
     return tensor.data_ptr() == pointer or (bool(storage_of(tensor) == storage) and tensor.is_shared())
 
 
+def expect_counted(model: nn.Module) -> None:
+    """Refuse weights of which nobody could tell whether they were written to.
+
+    Args:
+        model: The model.
+
+    Raises:
+        ValueError: A weight was made in inference mode.
+    """
+    for name, weight in chain(model.named_parameters(), model.named_buffers()):
+        if weight.is_inference():
+            raise ValueError(
+                f"{name} was made in inference mode, where torch does not count what is written to it: make the model "
+                "outside of it, or a copy, regraft.optimize(copy.deepcopy(model), args); or promise that nothing is "
+                "written to it, regraft.optimize(model, args, frozen=True)"
+            )
+
+
 class Watch:
     """Remembers the modules, weights, attributes, hooks and settings of a model.
 
@@ -105,6 +124,7 @@ class Watch:
         free = set(map(id, written))
         read = [t for t in tensors if not t.is_inference() and id(t) not in free]
         plain = [t for t in read if type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided]
+        lying = Memory(plain)
         hooks = [getattr(m, name) for m in modules if m is not model for name in _HOOKS]
         # what was seen is in the key, so that two memories of one thing in two states are two
         memory: dict[str, dict[Any, Any]] = {
@@ -115,6 +135,7 @@ class Watch:
             "parameters": {(id(t), self._optimizers.of(t)): t for t in tensors if isinstance(t, nn.Parameter)},
             "dtypes": {(id(t), t.dtype): t for t in tensors},
             "versions": {(id(t), t._version): t for t in read},
+            "freed": {id(lying): lying},
             "pointers": {(id(t), t.data_ptr(), storage_of(t)): t for t in plain},
         }
         config = getattr(model, "config", None)
@@ -159,7 +180,7 @@ class Watch:
         self._removable_counts: list[int] = []
         self._tensors, self._dtypes = list(memory["dtypes"].values()), [dtype for _, dtype in memory["dtypes"]]
         self._read, self._versions = list(memory["versions"].values()), [version for _, version in memory["versions"]]
-        self._plain = list(memory["pointers"].values())
+        self._plain, self._lying = list(memory["pointers"].values()), list(memory["freed"].values())
         self._pointers, self._storages = ([key[i] for key in memory["pointers"]] for i in (1, 2))
 
     @property
@@ -181,6 +202,8 @@ class Watch:
             if reason is not None:
                 return reason
             self._dict_versions = versions  # as they were before anybody looked
+        if any(lying.freed for lying in self._lying):  # and others may lie there now
+            return "weights of it were given other memory"
         pointers = list(map(Tensor.data_ptr, self._plain))  # first: what it fetches the others need
         if pointers != self._pointers:
             if not all(map(_is_shared, self._plain, self._pointers, self._storages)):

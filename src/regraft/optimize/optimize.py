@@ -63,7 +63,8 @@ def optimize(
     Raises:
         CaptureError: The model cannot be captured; the message names the line of its source and the cure.
         TypeError: An argument is not what it should be; the message shows the corrected call.
-        ValueError: There is no such preset, engine or way to keep, or `seconds` is not positive.
+        ValueError: There is no such preset, engine or way to keep, `seconds` is not positive, or weights were made in
+            inference mode, where torch does not count what is written to them, and are not promised to be `frozen`.
         ImportError: An engine is not installed; the message shows how to install it.
 
     Example:
@@ -81,7 +82,7 @@ def optimize(
     engines = expect_engines(engine, model)
     expect_number(seconds, "seconds", "regraft.optimize(model, args, seconds=0.5)", zero=False)
     with Progress(total=len(chosen) + 3) as progress:
-        subject = subject_of(model, args, kwargs, dynamic_shapes, progress.next)
+        subject = subject_of(model, args, kwargs, dynamic_shapes, frozen, progress.next)
         progress.total = len(subject.graphs) * (len(chosen) + 2 + (keep == "measured")) + 1
         settings = Settings(chosen, dynamic_shapes, keep == "measured", engines, seconds, frozen)
         return Work(subject, verify, settings, progress).run().result()

@@ -25,7 +25,7 @@ from regraft.capture.untouched import untouched, values_kept
 from regraft.core.errors import CaptureError
 from regraft.core.expect import expect_call
 from regraft.core.graph_module import GraphModule, adopt
-from regraft.dropin import Entry, Reader, share
+from regraft.dropin import Entry, Reader, expect_counted, share
 from regraft.optimize.axes import axes_of
 from regraft.optimize.graphs import Graph
 from regraft.optimize.observing import beyond_the_window, calls_of_generate
@@ -75,7 +75,12 @@ class Subject:
 
 
 def subject_of(
-    model: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, dynamic_shapes: Any, say: Callable[[str], None]
+    model: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    dynamic_shapes: Any,
+    frozen: bool,
+    say: Callable[[str], None],
 ) -> Subject:
     """Capture what is to be optimized.
 
@@ -84,10 +89,12 @@ def subject_of(
         args: Positional arguments of an example call.
         kwargs: Keyword arguments of it.
         dynamic_shapes: As for `trace`.
+        frozen: Whether the caller promises to leave the model as it is.
         say: Is told what is being done.
 
     Raises:
         TypeError: Something is not what it should be; the message shows the corrected call.
+        ValueError: A weight was made in inference mode, and nobody promises to leave it as it is.
         CaptureError: The model cannot be captured.
     """
     inputs = _checked(model, args, kwargs)
@@ -100,26 +107,35 @@ def subject_of(
     if isinstance(model, fx.GraphModule):
         own = GraphModule.__copy__(model) if isinstance(model, GraphModule) else adopt(copy.copy(model))
         return Subject(model, None, None, [Graph("forward", own, inputs, _oracle(model))])
-    return _module(model, inputs, dynamic_shapes, say)
+    return _module(model, inputs, dynamic_shapes, frozen, say)
 
 
-def subject_again(model: nn.Module, call: Mapping[str, Any], dynamic_shapes: Any) -> Subject:
+def subject_again(model: nn.Module, call: Mapping[str, Any], dynamic_shapes: Any, frozen: bool) -> Subject:
     """Capture a model whose own layers are to be in the graphs, not those of a copy.
 
     Args:
         model: The model, which becomes a drop-in.
         call: An example of a call, by name.
         dynamic_shapes: As for `trace`.
+        frozen: Whether the caller promises to leave the model as it is.
 
     Raises:
         CaptureError: The model cannot be captured.
+        ValueError: A weight was made in inference mode, and nobody promises to leave it as it is.
     """
-    return _module(model, Reader(model).apart(call), dynamic_shapes, lambda _: None, twin=model)
+    return _module(model, Reader(model).apart(call), dynamic_shapes, frozen, lambda _: None, twin=model)
 
 
 def _module(
-    model: nn.Module, inputs: Inputs, dynamic_shapes: Any, say: Callable[[str], None], twin: nn.Module | None = None
+    model: nn.Module,
+    inputs: Inputs,
+    dynamic_shapes: Any,
+    frozen: bool,
+    say: Callable[[str], None],
+    twin: nn.Module | None = None,
 ) -> Subject:
+    if not frozen:
+        expect_counted(model)
     twin = share(model) if twin is None else twin
     notes: list[str] = []
     reference: nn.Module = model

@@ -86,8 +86,8 @@ class Again:
             return tensor if weight is None else tensor.to(weight.device, dtype)
 
         call = pytree.tree_map_only(Tensor, moved, self.call)
-        work = Work(subject_again(plain, call, self.settings.dynamic_shapes), True, self.settings, Progress(total=1))
-        return work.run().entries.values()
+        subject = subject_again(plain, call, self.settings.dynamic_shapes, self.settings.frozen)
+        return Work(subject, True, self.settings, Progress(total=1)).run().entries.values()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Again:
         return self

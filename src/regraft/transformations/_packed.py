@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from regraft.core.clone import clone_module
+from regraft.core.freed import Memory
 from regraft.core.padding import padded_ends
 from regraft.core.stepped import Steps
 from regraft.transformations import _mkldnn as mkldnn
@@ -34,6 +35,7 @@ class _Copies:
 
     weight: Tensor | None = None
     state: tuple[int, int, int] | None = None  # how often it was written, as torch and optimizers count; its address
+    memory: Memory = field(default_factory=lambda: Memory(()))  # at which address it was
     rows: int = 0  # of the last input
     packs: dict[Any, Any] = field(default_factory=dict)
 
@@ -78,8 +80,8 @@ class Packed(nn.Module):
     def _fresh(self, weight: Tensor) -> dict[Any, Any]:
         """The packed copies of this weight as it is now."""
         copies, state = self._copies, (weight._version, Steps.counted().of(weight), weight.data_ptr())
-        if copies.weight is not weight or copies.state != state:
-            copies = self._copies = _Copies(weight, state)
+        if copies.weight is not weight or copies.state != state or copies.memory.freed:
+            copies = self._copies = _Copies(weight, state, Memory([weight]))
         return copies.packs
 
 
