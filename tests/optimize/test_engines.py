@@ -308,7 +308,7 @@ def test_a_program_for_sizes_of_two_or_more_is_given_no_single_row() -> None:
     with torch.no_grad():
         for sample, ones in ((image(), image()[:1]), (image()[:1], image()[:1])):
             flat = Flat(gm, {"x": sample})
-            run = flat.but_for_ones(lambda inputs: given.append(inputs) or inputs)
+            run = flat.covering(lambda inputs: given.append(inputs) or [*inputs, torch.tensor(True)])
             run([sample])
             if len(sample) > 1:
                 with pytest.raises(NotCovered, match="sizes of two or more"):

@@ -21,6 +21,7 @@ from regraft.core.graph_module import GraphModule as OwnGraphModule
 from regraft.core.ordinary import ORDINARY, ordinary_call
 from regraft.core.values import layout_of, made_of_sizes, varying_axes
 from regraft.dropin.watch import Watch
+from regraft.optimize.engines.indices import Within, ask_indices
 from regraft.optimize.engines.inlining import inline_regions
 from regraft.optimize.sharing import weights_made
 
@@ -103,7 +104,7 @@ class Flat:
         return [dict.fromkeys(varying_axes(value), Dim.AUTO) for value in self.values]
 
     def exported(self) -> ExportedProgram:
-        """The graph as an exported program that takes and gives tensors alone."""
+        """The graph as an exported program that takes and gives tensors alone, the last one for `covering`."""
         axes = self.varying
         sample = []
         for tensor, varying in zip(self.sample, axes):
@@ -111,13 +112,16 @@ class Flat:
                 tensor = torch.cat([tensor, tensor], dim=axis) if tensor.shape[axis] == 1 else tensor
             sample.append(tensor)
         with torch.no_grad():
-            return torch.export.export(Tensors(self.module), tuple(sample), dynamic_shapes=(tuple(axes),), strict=False)
+            within = Within(Tensors(self.module))
+            program = torch.export.export(within, tuple(sample), dynamic_shapes=(tuple(axes),), strict=False)
+        ask_indices(program)
+        return program
 
-    def but_for_ones(self, run: Run) -> Run:
-        """An engine for other calls than those with a size of one where the sample has more.
+    def covering(self, run: Run) -> Run:
+        """An engine that was made of `exported()`, for the calls that it covers.
 
         Export takes each size that varies to be two or more, and an engine may stand on that: what ONNX Runtime gives
-        for a padded text of one token was off.
+        for a padded text of one token was off. And what an index beyond all there is gives is up to the engine.
 
         Args:
             run: The engine.
@@ -129,12 +133,15 @@ class Flat:
             if tensor.shape[axis] > 1
         ]
 
-        def run_but_for_ones(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        def run_covered(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
             if any(inputs[place].shape[axis] == 1 for place, axis in several):
                 raise NotCovered("the engine was made for sizes of two or more")
-            return run(inputs)
+            *results, within = run(inputs)
+            if not within:
+                raise NotCovered("an index is beyond what it indexes")
+            return results
 
-        return run_but_for_ones if several else run
+        return run_covered
 
 
 class Tensors(nn.Module):
@@ -209,6 +216,8 @@ class Engine:
 
     def _may_run(self, inputs: Sequence[Tensor]) -> bool:
         if not ordinary_call() or not all(map(ORDINARY.__contains__, map(type, inputs))):
+            return False
+        if any(map(Tensor.is_neg, inputs)) or any(map(Tensor.is_conj, inputs)):  # not what their memory holds
             return False
         return type(self._gm).forward is self._forward
 

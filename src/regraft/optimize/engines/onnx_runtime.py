@@ -42,4 +42,4 @@ def build(flat: Flat) -> Run:
         feed = {name: tensor.detach().numpy() for name, tensor in zip(names, inputs, strict=True)}
         return [torch.from_numpy(result) for result in session.run(None, feed)]
 
-    return flat.but_for_ones(run)
+    return flat.covering(run)

@@ -62,7 +62,7 @@ def build(flat: Flat) -> Run:
         request.infer(share_outputs=True)
         return [_copied(request.get_output_tensor(index).data, low) for index, low in enumerate(rounded)]
 
-    return flat.but_for_ones(run)
+    return flat.covering(run)
 
 
 def _sizes(tensor: Tensor, varying: Mapping[int, Any]) -> list[int]:
