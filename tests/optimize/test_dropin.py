@@ -17,6 +17,8 @@ import pytest
 import torch
 from models import Heads, bert, heads, ids, image
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 
 import regraft as rg
 from regraft.capture import symbolic_trace
@@ -308,6 +310,41 @@ def test_a_hook_that_comes_or_goes_is_noticed_whatever_happened_to_hooks_elsewhe
     check(model, dropin, True, image())
     dropin.q._forward_hooks.clear()
     check(model, dropin, False, image())
+
+
+def test_hooks_of_all_modules_are_called_by_the_original() -> None:
+    model = heads()
+    dropin = optimize(model, (image(),), transformations=EXACT, keep="all", seconds=0.01).model
+    check(model, dropin, True, image())
+    called = []
+    for register in (register_module_forward_hook, register_module_forward_pre_hook):
+        handle = register(lambda module, *_: called.append(type(module).__name__))
+        check(model, dropin, False, image())
+        handle.remove()
+        assert called.count("BatchNorm2d") == 2, "of the model, and of the drop-in"
+        called.clear()
+        check(model, dropin, True, image())
+    handle = register_module_forward_hook(lambda module, args, result: result * 2 if module in twice else None)
+    twice = (model.conv, dropin.conv)
+    check(model, dropin, False, image())
+    handle.remove()
+    check(model, dropin, True, image())
+
+
+@pytest.mark.parametrize("engine", ["eager", "onednn"])
+def test_a_mode_sees_the_functions_that_the_original_calls(engine: str) -> None:
+    class Doubled(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            return result * 2 if function is torch.Tensor.relu else result
+
+    model = heads()
+    dropin = optimize(model, (image(),), transformations="exact", keep="all", seconds=0.01, engine=engine).model
+    with torch.device("cpu"):
+        check(model, dropin, True, image())
+        with Doubled():
+            check(model, dropin, False, image())
+        check(model, dropin, True, image())
 
 
 def frozen() -> tuple[nn.Module, nn.Module]:

@@ -302,6 +302,17 @@ def test_an_engine_that_keeps_what_the_sample_has_is_not_right(of: str, monkeypa
     assert ("other values of the same sizes" if of == "a value" else "on x 3x") in str(result.graphs[0].engine)
 
 
+@pytest.mark.parametrize("name", ["onednn", "inductor"])
+def test_inputs_of_which_memory_holds_the_negative_run_right(name: str) -> None:
+    available(name)
+    model, x = heads(), torch.randn(image().shape, dtype=torch.complex64).conj().imag
+    assert x.is_neg()
+    dropin = rg.optimize(model, (image(),), engine=name, keep="all", seconds=0.01).model
+    with torch.no_grad():
+        for found, expected in zip(dropin(x), model(x), strict=True):
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_a_program_for_sizes_of_two_or_more_is_given_no_single_row() -> None:
     gm = rg.trace(heads().eval(), (image(),), dynamic_shapes="auto")
     given = []

@@ -238,6 +238,19 @@ def made_by_hooks(module: nn.Module) -> set[str]:
     return names | {hook._tensor_name for hook in hooks if isinstance(hook, BasePruningMethod)}
 
 
+def hooks_of_all() -> list[dict[int, Any]]:
+    """The tables of the hooks that every module of the process calls around its forward.
+
+    >>> import torch
+    >>> hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    >>> [len(table) for table in hooks_of_all()]
+    [0, 1]
+    >>> hook.remove()
+    """
+    tables = (getattr(nn.modules.module, name, {}) for name in ("_global_forward_pre_hooks", "_global_forward_hooks"))
+    return list(tables)
+
+
 def storage_of(tensor: torch.Tensor) -> Any:
     """What stands for the storage of a tensor, without keeping its memory: equal for all tensors that have one.
 

@@ -25,6 +25,13 @@ try:
 except (ImportError, AttributeError):
     KNOWN = False
 
+try:
+    from torch._C import _len_torch_function_stack
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
+except ImportError:
+    _len_torch_function_stack = int  # there are none
+
 below_autograd: Callable[[], AbstractContextManager[Any]] = getattr(
     torch._C, "_AutoDispatchBelowADInplaceOrView", nullcontext
 )
@@ -44,6 +51,16 @@ def ordinary_call() -> bool:
     if _get_tracing_state() is not None or peek_interpreter_stack() is not None:
         return False
     return forward_ad._current_level < 0
+
+
+def functions_are_seen() -> bool:
+    """Whether a mode sees which functions of torch are called, and may do something else: not one that sets a device.
+
+    Without torch's private names for these modes nobody looks.
+    """
+    if not _len_torch_function_stack():
+        return False
+    return not all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
 
 
 def records_gradient(*tensors: Tensor | None) -> bool:

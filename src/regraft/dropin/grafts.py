@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,14 +18,15 @@ from regraft.capture import caches, filling
 from regraft.capture.transformers_adapter import collects
 from regraft.core.errors import NotCovered
 from regraft.core.mutation import weights_written
+from regraft.core.ordinary import functions_are_seen
 from regraft.dropin.entries import Entry
 from regraft.dropin.reading import Reader
 from regraft.dropin.watch import Watch
 
 logger = logging.getLogger("regraft")
+_form = attrgetter("dtype", "device")
 
 Again = Callable[[nn.Module], Iterable[Entry]]
-
 _ONE_AT_A_TIME = threading.RLock()
 
 NOTHING = object()
@@ -216,6 +218,8 @@ class Grafts:
         """Why no graph may be used, whatever was captured."""
         if torch.jit.is_tracing():  # which knows the weights of the module that it was given alone
             return "torch.jit.trace traces it; to trace the graph, give it result.graph_module"
+        if functions_are_seen():
+            return "a TorchFunctionMode is active, which is to see the functions that the original calls"
         if collects():
             return "the results of layers inside are collected, as output_hidden_states asks, and a graph has none"
         if torch.get_default_dtype() is not self._default:
@@ -270,10 +274,6 @@ def _has_cache(result: Any) -> bool:
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
     return chain(model.parameters(), model.buffers())
-
-
-def _form(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
-    return tensor.dtype, tensor.device
 
 
 def _wants_gradient(call: Mapping[str, Any]) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from regraft.capture.own_state import Attribute
-from regraft.capture.torch_private import dict_version, made_by_hooks, storage_of
+from regraft.capture.torch_private import dict_version, hooks_of_all, made_by_hooks, storage_of
 from regraft.capture.transformers_adapter import is_collector
 from regraft.core.freed import Memory
 from regraft.core.stepped import Steps
@@ -125,7 +125,7 @@ class Watch:
         read = [t for t in tensors if not t.is_inference() and id(t) not in free]
         plain = [t for t in read if type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided]
         lying = Memory(plain)
-        hooks = [getattr(m, name) for m in modules if m is not model for name in _HOOKS]
+        hooks = [*hooks_of_all(), *(getattr(m, name) for m in modules if m is not model for name in _HOOKS)]
         # what was seen is in the key, so that two memories of one thing in two states are two
         memory: dict[str, dict[Any, Any]] = {
             "states": {id(m): vars(m) for m in modules},
