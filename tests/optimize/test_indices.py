@@ -18,6 +18,13 @@ from regraft.optimize.engines.flat import Flat
 
 ROWS, COLUMNS = 5, 6
 
+
+def through_a_view(x: Tensor, i: Tensor) -> Tensor:
+    places = torch.zeros(2, COLUMNS, dtype=torch.long)
+    places[0].copy_(i[0])
+    return x[places]
+
+
 OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "embedding": lambda x, i: F.embedding(i, x),
     "embedding bag": lambda x, i: F.embedding_bag(i, x),
@@ -25,6 +32,7 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "index of two axes": lambda x, i: x[i[0], i[1]],
     "index of the last axis": lambda x, i: x[:, i[0]],
     "index of a derived value": lambda x, i: x[i[:, 0].cumsum(0) - i[:, 0].cumsum(0) + i[0, 0]],
+    "index that was written through a view": through_a_view,
     "index select": lambda x, i: x.index_select(0, i[0]),
     "index select of the last axis": lambda x, i: x.index_select(-1, i[0]),
     "gather": lambda x, i: x.gather(0, i),

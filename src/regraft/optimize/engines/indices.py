@@ -49,10 +49,15 @@ def ask_indices(program: ExportedProgram) -> None:
     graph = program.graph
     given = set(program.graph_signature.user_inputs)
     varying: set[Node] = set()
+    made: list[Node] = []
     answers: list[Node] = []
     for node in list(graph.nodes):
         if node.name in given or not varying.isdisjoint(node.all_input_nodes):
             varying.add(node)
+            if _writes(node):  # be it through a view: whatever was made before may hold it now
+                varying.update(made)
+                made.clear()
+        made.append(node)
         if node in varying and node.target in _BOUNDS:
             with graph.inserting_before(node):
                 bounds = _BOUNDS[node.target](graph, *node.args)
@@ -64,6 +69,11 @@ def ask_indices(program: ExportedProgram) -> None:
         with graph.inserting_before(said):
             said.target, said.args, said.kwargs = aten.all.default, (_call(graph, aten.stack.default, answers),), {}
     program.graph_module.recompile()
+
+
+def _writes(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
 
 
 def _are_within(graph: Graph, indices: Node, low: Any, size: Any) -> Node:
