@@ -318,16 +318,14 @@ def test_hooks_of_all_modules_are_called_by_the_original() -> None:
     check(model, dropin, True, image())
     called = []
     for register in (register_module_forward_hook, register_module_forward_pre_hook):
-        handle = register(lambda module, *_: called.append(type(module).__name__))
-        check(model, dropin, False, image())
-        handle.remove()
+        with register(lambda module, *_: called.append(type(module).__name__)):
+            check(model, dropin, False, image())
         assert called.count("BatchNorm2d") == 2, "of the model, and of the drop-in"
         called.clear()
         check(model, dropin, True, image())
-    handle = register_module_forward_hook(lambda module, args, result: result * 2 if module in twice else None)
     twice = (model.conv, dropin.conv)
-    check(model, dropin, False, image())
-    handle.remove()
+    with register_module_forward_hook(lambda module, args, result: result * 2 if module in twice else None):
+        check(model, dropin, False, image())
     check(model, dropin, True, image())
 
 
