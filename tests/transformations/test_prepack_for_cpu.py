@@ -881,12 +881,18 @@ def test_a_wrong_transposed_operator_is_not_used(monkeypatch, unknown):
         check_refused(PACK, model, IMAGE, "fx", "packs no transposed convolution in float32", sites=2)
 
 
-@pytest.mark.skipif(not mkldnn.works(mkldnn.LINEAR, torch.float32), reason="a build without oneDNN")
-def test_verify_notices_a_weight_that_was_written_behind_torchs_back(monkeypatch):
+def packed_by_onednn(monkeypatch):
+    """A model with a convolution and a linear layer, an input, and its graph, in which oneDNN packs both."""
     fastest(monkeypatch, "onednn")
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 8)).eval()
     x = torch.randn(16, 3, 8, 8)
     gm = rg.PrepackForCpu()(rg.trace(model, (x,)))
+    return model, x, gm
+
+
+@pytest.mark.skipif(not mkldnn.works(mkldnn.LINEAR, torch.float32), reason="a build without oneDNN")
+def test_verify_notices_a_weight_that_was_written_behind_torchs_back(monkeypatch):
+    model, x, gm = packed_by_onednn(monkeypatch)
     with torch.no_grad():
         gm(x)
         for layer in ("0", "3"):
@@ -898,10 +904,7 @@ def test_verify_notices_a_weight_that_was_written_behind_torchs_back(monkeypatch
 
 @pytest.mark.skipif(not mkldnn.works(mkldnn.LINEAR, torch.float32), reason="a build without oneDNN")
 def test_a_weight_that_lies_where_another_was_freed_is_packed_anew(monkeypatch):
-    fastest(monkeypatch, "onednn")
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 8)).eval()
-    x = torch.randn(16, 3, 8, 8)
-    gm = rg.PrepackForCpu()(rg.trace(model, (x,)))
+    model, x, gm = packed_by_onednn(monkeypatch)
     with torch.no_grad():
         for layer in ("0", "3"):
             weight = gm.get_submodule(layer).weight

@@ -15,6 +15,8 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from regraft.core.mutation import writes
+
 aten = torch.ops.aten
 
 Bounds = Iterator[tuple[Node, Any, Any]]
@@ -54,7 +56,7 @@ def ask_indices(program: ExportedProgram) -> None:
     for node in list(graph.nodes):
         if node.name in given or not varying.isdisjoint(node.all_input_nodes):
             varying.add(node)
-            if _writes(node):  # be it through a view: whatever was made before may hold it now
+            if writes(node, program.graph_module):  # be it through a view: whatever was made before may hold it now
                 varying.update(made)
                 made.clear()
         made.append(node)
@@ -69,11 +71,6 @@ def ask_indices(program: ExportedProgram) -> None:
         with graph.inserting_before(said):
             said.target, said.args, said.kwargs = aten.all.default, (_call(graph, aten.stack.default, answers),), {}
     program.graph_module.recompile()
-
-
-def _writes(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
 
 
 def _are_within(graph: Graph, indices: Node, low: Any, size: Any) -> Node:
