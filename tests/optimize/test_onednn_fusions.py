@@ -429,12 +429,39 @@ def test_looking_for_later_readers_ends() -> None:
     assert {node.name for node in overwritten(symbolic_trace(long))} == {"relu"}  # as if it were read later
 
 
-@pytest.mark.parametrize(("size", "expected"), [(1, ["mul"]), (2, [])])
+FEW: dict[str, tuple[Function, int, list[str]]] = {
+    "after a sum": (lambda x: (x + A) * W10 + W10, 0, []),
+    "what is computed": (lambda x: (x + A) * x.mean((1, 2), keepdim=True), 0, []),
+    "a single one": (lambda x: x.tanh() - weight(1), 0, []),
+    "filled": (lambda x: (x + A).masked_fill(x[:1, :1] > 0, 0.5) - B, 0, []),
+    "of half as many": (lambda x: (x + A) * B + weight(6, 10), 1, ["add+mul+add"]),
+    "after a product": (lambda x: torch.matmul(x, SQUARE) * W10 + W10, 2, ["matmul+mul+add"]),
+    "after a sum with a product": (lambda x: (torch.matmul(x, SQUARE) + x.tanh()) * W10, 1, ["matmul+add+mul"]),
+    "after a product that others read": (lambda x: (y := x @ SQUARE) * W10 + y.tanh(), 0, ["matmul"]),
+    "larger than a product": (lambda x: (x[:1, :1] @ SQUARE + W10) + x, 0, ["matmul"]),
+}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_few_elements_are_not_made_many_but_in_the_kernel_of_a_product(name: str) -> None:
+    """For such a kernel they have to be as many as the result's, and are read from memory in each call."""
+    function, number, expected = FEW[name]
+    with torch.no_grad():
+        gm, run, groups = a_program(function, A)
+        assert groups == expected
+        forms = Forms(gm, [A])
+        made = [(forms.known.forms[a][0], size) for given in forms.larger.values() for a, (size, _) in given.items()]
+        assert sum(before.numel() < size.numel() for before, size in made) == number
+        for x in (A, torch.randn(SIZE)):
+            torch.testing.assert_close(run(x), function(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("size", "expected"), [(1, {"mul"}), (2, set())])
 def test_a_factor_of_a_single_pixel_ends_its_kernel(size: int, expected: list[str]) -> None:
-    gm = symbolic_trace(Of(lambda x: F.conv2d(x, KERNEL, None, 1, 1).relu() * SCALE[0] + SCALE[1]))
+    gm = symbolic_trace(Of(lambda x: F.conv2d(x, KERNEL, None, 1, 1).relu() * SCALE[:, None, None] + x))
     x = weight(2, 8, size, size)
     forms = Forms(gm, [x])
-    assert [node.name for node in forms.known.viewed] == expected
+    assert {node.name for node in forms.known.viewed} == expected
     torch.testing.assert_close(built(gm, x)([x])[0], gm(x), rtol=1e-4, atol=1e-4)
 
 

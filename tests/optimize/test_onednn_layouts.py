@@ -252,7 +252,7 @@ def test_a_graph_that_reads_strides_finds_its_own(function) -> None:
 def test_a_kernel_is_not_given_images_of_both_kinds() -> None:
     def function(x: Tensor) -> Tensor:
         y = F.conv2d(x, weight(6, 6, 3, 3), padding=1).relu()
-        return torch.tanh(y * weight(2, 1, 12, 10) + x.sigmoid()) / y.mean(2, keepdim=True)
+        return torch.tanh(y * weight(2, 1, 12, 10) + x.sigmoid()) / y.mean(1, keepdim=True)
 
     module = Of(function)
     forms = Forms(symbolic_trace(module), [X])

@@ -113,5 +113,5 @@ def test_its_products_are_not_given_copies() -> None:
 def test_others_stay_as_they_are(function: Function) -> None:
     module = Of(function)
     known = Forms(symbolic_trace(module), [X]).known
-    assert not known.by_torch
+    assert not any(node.name.startswith(("neg", "cat")) for node in known.by_torch)
     torch.testing.assert_close(built(module, X)([2 * X])[0], module(2 * X), rtol=1e-4, atol=1e-5)

@@ -127,6 +127,17 @@ def read_twice(gm: GraphModule) -> dict[Node, set[Node]]:
     return copies
 
 
+def begins_kernel(node: Node, gm: nn.Module) -> bool:
+    """Whether a node is a matrix product or a convolution.
+
+    Args:
+        node: The node.
+        gm: The graph module.
+    """
+    name = _plain(node, gm)
+    return name in PRODUCTS or name in _CONVOLUTIONS
+
+
 def goes_inside(node: Node, before: Node, gm: nn.Module) -> bool:
     """Whether a node goes into the kernel of a product or a convolution that it reads.
 

@@ -18,6 +18,7 @@ from regraft.optimize.engines.onednn_contents import Contents
 from regraft.optimize.engines.onednn_fusions import (
     POOLINGS,
     PRODUCTS,
+    begins_kernel,
     called,
     goes_inside,
     is_elementwise,
@@ -52,6 +53,8 @@ BROADCASTING = {
 _IN_PLACE = {name for name in BROADCASTING if name.endswith("_")} | {"iadd", "isub", "imul", "itruediv"}
 _ADDING = {"addmm", "baddbmm", "addmv", "addbmm"}
 """Matrix products that are added to their first tensor."""
+_FEWER = 8
+"""To read a tensor of so many times fewer elements than the result takes far less than one as large as that."""
 Form = tuple[torch.Size, tuple[int, ...]]
 """The size of a tensor, and its axes from the one with the longest step."""
 
@@ -116,6 +119,7 @@ class Values(Images):
         self._contents = Contents()
         self._outside: set[Node] = set()  # what is computed so, and functions of it
         self._packs: dict[Any, Tensor] = {}
+        self._kernels: set[Node] = set()  # products and convolutions, and what goes into their kernels
 
     def run_node(self, n: Node) -> Any:
         """See `Interpreter.run_node`."""
@@ -171,9 +175,9 @@ class Values(Images):
         pixel = result.ndim == 4 and result.shape[2:].numel() == 1  # of which a sum and a product have no fast kernel
         if n in self._apart or steps_oddly(result) or (pixel and is_factor(n, self.gm)):
             self.viewed.add(n)
-        if self._is_scaled(n, result) or self._is_gate(n):  # nothing is fused with what is looked at anew
+        if self._is_scaled(n, result) or self._is_gate(n) or self._is_widened(n, result):
             self.by_torch.add(n)
-            self.viewed.update((n, *n.all_input_nodes))
+            self.viewed.update((n, *n.all_input_nodes))  # nothing is fused with what is looked at anew
         if n in self.products and result.shape[-2:-1].numel() == 1:
             self.rows.add(n)
             if name in _ADDING and n.all_input_nodes[0] not in self.same:
@@ -187,6 +191,8 @@ class Values(Images):
         self.respelled |= of_columns_read(n, self.gm, self.steady)
         self._note_rotation(n, result)
         self._note_layer(n, call)
+        if (begins_kernel(n, self.gm) and n not in self.own and n not in self.rows) or self._is_inside(n):
+            self._kernels.add(n)
         if call is not None and call.operation is ATTENTION:
             self._note_attention(n, call)
 
@@ -225,9 +231,18 @@ class Values(Images):
     def _is_gate(self, n: Node) -> bool:
         """Whether it multiplies parts of merged layers: they have gaps, and nothing would be fused with it anyway."""
         given = n.all_input_nodes
-        if n not in self._apart or self.writes_to(n) or not is_factor(n, self.gm) or self.odd.isdisjoint(given):
+        wanted = n in self._apart and not self.writes_to(n) and is_factor(n, self.gm)
+        return wanted and not self.odd.isdisjoint(given) and all(a in self.odd or a in self.viewed for a in given)
+
+    def _is_widened(self, n: Node, result: Tensor) -> bool:
+        """Whether it joins a tensor of few elements with one of many, in no kernel of a product or a convolution."""
+        if self.writes_to(n) or called(n, self.gm) not in BROADCASTING - {"softmax"} or self._is_inside(n):
             return False
-        return all(a in self.odd or a in self.viewed for a in given)
+        return any(_FEWER * self.forms[a][0].numel() <= result.numel() for a in n.all_input_nodes if a in self.forms)
+
+    def _is_inside(self, n: Node) -> bool:
+        before = self._kernels.intersection(n.all_input_nodes) - self.viewed
+        return any(self.forms[a][0] == self.forms[n][0] and goes_inside(n, a, self.gm) for a in before)
 
     def _note_rotation(self, n: Node, result: Tensor) -> None:
         turning = None if self.writes else Rotation.of(n, result, self.gm, self.forms)
@@ -235,6 +250,7 @@ class Values(Images):
             spelled = turning.spelled(self.steady.get(turning.sine), self.gm)
             self.respelled |= spelled
             self.by_torch.update(spelled)
+            self.viewed.difference_update(spelled)
             for node in spelled:
                 self.inside.pop(node, None)
                 self.imaged.pop(node, None)
