@@ -336,6 +336,48 @@ def test_a_weight_that_is_added_to_one_first(trainable: bool) -> None:
     regraft.testing.assert_same_picture(before, regraft.testing.picture(gm), "undo")
 
 
+RESHAPED: dict[str, Callable[[Any, Any], Any]] = {
+    "behind": lambda m, x: m.v.reshape(1, -1, 1, 1) * m.d(x) + x,
+    "behind, in steps": lambda m, x: x + m.d(x) * m.v.unsqueeze(-1).unsqueeze(-1),
+    "divided": lambda m, x: m.d(x) / m.v.view(4, 1, 1).exp(),
+    "before": lambda m, x: m.d(x * (1 + m.v[None, :, None, None])),
+}
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+@pytest.mark.parametrize("name", RESHAPED)
+def test_a_scale_that_is_reshaped_first(name: str, trainable: bool) -> None:
+    """As LayerScale for images: `RemoveDeadWork` leaves a copy of a trainable one."""
+    model = model_of(RESHAPED[name], d=nn.Conv2d(4, 4, 3, padding=1)).requires_grad_(trainable)
+    gm = rg.trace(model, IMAGE)
+    before = regraft.testing.picture(gm)
+    rg.compose(rg.RemoveDeadWork(), rg.FoldScale())(gm)
+    names = {node.name for node in gm.graph.nodes}
+    assert not any(name.startswith(("mul", "truediv", "clone", "get_attr")) or "constant" in name for name in names)
+    rg.verify(model, gm, IMAGE).raise_for_status()
+    for name, value in model.state_dict().items():
+        assert torch.equal(rg.original_state_dict(gm)[name], value)
+    rg.undo(gm)
+    rg.undo(gm)
+    regraft.testing.assert_same_picture(before, regraft.testing.picture(gm), "undo")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: (m.l(x) * (copy := torch.clone(m.v)), copy),
+        lambda m, x: m.l(x) * torch.clone(x[0, 0]),
+        lambda m, x: m.l(x) * (copy := torch.clone(m.v)) + copy,
+    ],
+)
+def test_a_scale_that_others_read_or_the_caller_gives_stays(function: Callable[[Any, Any], Any]) -> None:
+    model = model_of(function)
+    gm = rg.FoldScale()(rg.trace(model, X))
+    assert [node.name for node in gm.graph.nodes if node.op == "call_module"] == ["l"]
+    assert [node for node in gm.graph.nodes if node.name == "mul"]
+    rg.verify(model, gm, X).raise_for_status()
+
+
 def test_a_copy_that_is_read_elsewhere_too_stays() -> None:
     def forward(m: Any, x: Any) -> Any:
         weight = torch.clone(m.v)

@@ -22,6 +22,7 @@ from regraft.core.vocabulary import (
     TRANSPOSED_CONV,
     Call,
     Weight,
+    attribute,
     read,
 )
 from regraft.core.weights import Derivation, scaled, underflows, wider
@@ -78,7 +79,7 @@ def site_of(node: Node, owner: GraphModule) -> Site | None:
     if call is None or call.operation not in (MULTIPLY, DIVIDE) or call["rounding_mode"] is not None:
         return None
     for one, other in (("input", "other"), ("other", "input"))[: 1 if call.operation is DIVIDE else 2]:
-        value, factor, weight = call[one], call[other], call.weight(other)
+        value, factor, weight = call[one], call[other], call.weight(other) or _copied(call, other)
         number = float(factor) if isinstance(factor, (int, float)) else None
         if not isinstance(value, Node) or value.op == "get_attr" or (number is None and weight is None):
             continue
@@ -90,6 +91,16 @@ def site_of(node: Node, owner: GraphModule) -> Site | None:
         if reader is not None and reader.operation in _LAYERS:
             return Site(call, value, number, weight, reader, False) if reader["input"] is node else None
     return None
+
+
+def _copied(call: Call, name: str) -> Weight | None:
+    """The weight of which an argument is a copy for this call alone, such as `RemoveDeadWork` makes."""
+    copy = call[name]
+    if not isinstance(copy, Node) or copy.target is not torch.clone or list(copy.users) != [call.node]:
+        return None
+    (node,) = copy.all_input_nodes
+    tensor = attribute(call.owner, str(node.target)) if node.op == "get_attr" else None
+    return Weight(str(node.target), tensor, node) if isinstance(tensor, Tensor) else None
 
 
 def per_channel(site: Site, channels: int) -> bool:

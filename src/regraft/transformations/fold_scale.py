@@ -23,8 +23,9 @@ class FoldScale(Rewrite):
 
     `s (W x + b) = (s W) x + s b` and `W (s x + t) + b = (W s) x + (W t + b)`, for a number or a weight with one element
     for each channel: the scaled queries of attention, LayerScale (Touvron et al. 2021, arXiv:2103.17239), the scale of
-    an RMS norm, the scale and the shift of a layer norm. Padding with zeros is scaled to zeros. A zero, or a scale that
-    leaves the numbers of the dtype, is refused, and so is a norm that anything but linear layers reads.
+    an RMS norm, the scale and the shift of a layer norm. One that is reshaped or computed first, as LayerScale of
+    images is, it knows once `RemoveDeadWork` has made it a constant. Padding with zeros is scaled to zeros. A zero, or
+    a scale that leaves the numbers of the dtype, is refused, and so is a norm that anything but linear layers reads.
 
     Args:
         layer_norms: Whether layer norms are folded too. On the CPU that is for engines that read the graph: torch
@@ -78,7 +79,7 @@ class FoldScale(Rewrite):
         edit.put_module(name, like, _derived(site))
         edit.replace_with_module(layer.node, name, layer.input if site.behind else site.value)
         edit.redirect(node, site.value)
-        edit.erase(node)
+        edit.erase_unread((node, *(given for given in node.all_input_nodes if given.target is torch.clone)))
         edit.discard(layer)
         if site.weight is not None and site.weight.node is not None and not site.weight.node.users:
             edit.discard_weight(site.weight.node)
