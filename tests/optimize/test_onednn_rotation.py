@@ -78,6 +78,14 @@ def test_turned_as_near_to_float64_as_by_the_model(name: str, dtype: torch.dtype
         assert found <= 1.3 * usual + 1e-6 * exact.norm()
 
 
+def test_what_is_kept_from_a_product_is_so_where_it_is_turned_too() -> None:
+    module = Of(lambda x: TURNED["as in Llama"](x) @ weight(8, 3))
+    known = Forms(symbolic_trace(module), [X]).known
+    (product,) = (node for node in known.products if node.name == "matmul")
+    assert product.all_input_nodes[0] in known.viewed & known.by_torch
+    torch.testing.assert_close(built(module, X)([2 * X])[0], module(2 * X), rtol=1e-4, atol=1e-5)
+
+
 def test_its_products_are_not_given_copies() -> None:
     """Parts of a merged layer have gaps, and a sine is smaller than what it is multiplied with: torch takes both."""
     gm = symbolic_trace(Of(TURNED["as in Llama"]))

@@ -250,7 +250,7 @@ class Values(Images):
             spelled = turning.spelled(self.steady.get(turning.sine), self.gm)
             self.respelled |= spelled
             self.by_torch.update(spelled)
-            self.viewed.difference_update(spelled)
+            self.viewed.discard(turning.turned)  # which is two tensors now
             for node in spelled:
                 self.inside.pop(node, None)
                 self.imaged.pop(node, None)
