@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 import regraft as rg
 from regraft.dropin import grafts_of
 from regraft.optimize import optimize
+from regraft.optimize.side_effects import side_effects
 
 WIDTH = 16
 
@@ -359,6 +360,78 @@ def test_what_is_made_once_is_no_side_effect() -> None:
             torch.testing.assert_close(result.model(x), twin(x))
 
 
+class Distances(Pair):
+    """Makes a table when it is first called, or called with other sizes, and keeps it in a buffer, as ConViT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(1, 1), persistent=False)
+
+    def made(self, x: Tensor) -> Tensor:
+        return (torch.arange(x.shape[1], dtype=x.dtype)[:, None] - 2.0).square()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table.shape[0] != x.shape[1]:
+            self.table = self.made(x)
+        return self.compute(x) + self.table
+
+
+class Calibrated(Distances):
+    """Makes it of the first inputs."""
+
+    def made(self, x: Tensor) -> Tensor:
+        return x.abs().mean(0)
+
+
+@pytest.mark.parametrize("engine", ["eager", "torch"])
+def test_a_buffer_that_is_made_when_it_is_first_called_is_there_from_the_start(engine: str) -> None:
+    model = Distances().eval()
+    result = optimized(model, drawn(), engine=engine, dynamic_shapes=None)
+    assert result.graphs[0].used
+    assert result.verification.ok
+    assert result.notes == ("the model makes table when it is first called: the drop-in has that from the start",)
+    assert model.table.shape == (1, 1)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for x in (drawn(), drawn()):
+            torch.testing.assert_close(result.model(x), twin(x))
+            assert torch.equal(result.model.table, twin.table)
+        assert grafts_of(result.model).calls["forward"] == 2
+        for x in (drawn(3, 8), drawn()):  # which the model makes another table for
+            torch.testing.assert_close(result.model(x), twin(x))
+            assert torch.equal(result.model.table, twin.table)
+
+
+def test_a_buffer_that_is_made_of_the_first_inputs_is_in_no_graph() -> None:
+    model = Calibrated().eval()
+    result = optimized(model, drawn())
+    assert not result.graphs[0].used
+    assert "buffer table is not written to" in result.graphs[0].verdict
+
+
+def test_a_buffer_is_made_of_values_where_no_others_can_be_tried() -> None:
+    model = Distances().eval()
+    found = side_effects(model, ((torch.zeros(2, 6, WIDTH),), {}))
+    assert found.made == {}
+    assert list(side_effects(model, ((drawn(),), {})).made) == [("", "table")]
+
+
+def test_a_buffer_that_is_made_goes_with_what_is_set() -> None:
+    class Both(Distances):
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = x.mean(1)
+            return super().forward(x)
+
+    model, x = nn.Sequential(Both(), nn.ReLU()).eval(), drawn()
+    result = optimized(model, x)
+    assert result.graphs[0].used
+    assert result.graphs[0].sets == ("0.last",)
+    assert len(result.notes) == 2
+    with torch.no_grad():
+        torch.testing.assert_close(result.model(x), model(x))
+        torch.testing.assert_close(result.model[0].last, x.mean(1))
+
+
 class Unreturnable(Pair):
     """Sets what is in no graph: an object made anew, types, and what is not strided."""
 
@@ -446,11 +519,9 @@ def test_a_model_whose_forward_is_not_all_of_a_call(change: Any) -> None:
 
 
 def test_a_model_that_sets_nothing_is_called_once_to_know_it() -> None:
-    from regraft.optimize import side_effects
-
     model, counted = Pair(), []
     model.forward = lambda x: counted.append(1) or model.compute(x)
-    assert side_effects.side_effects(model, ((drawn(),), {})) == ({}, [])
+    assert side_effects(model, ((drawn(),), {})) == ({}, [], {})
     assert len(counted) == 1
 
 

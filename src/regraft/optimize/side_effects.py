@@ -1,61 +1,149 @@
 """What a forward leaves on its model for others to read: an attention map, an auxiliary loss, the sizes of its input.
 
 A graph computes results alone. Such values are made further results of it, which its drop-in sets where the model does.
+Buffers that a model makes when it is first called, as ConViT its table of distances, its drop-in has from the start.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Collection
-from typing import Any
+import logging
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from regraft.capture.own_state import Attribute, changed_meanwhile, set_meanwhile, spelled, used_meanwhile
+from regraft.capture.own_state import (
+    Attribute,
+    changed_meanwhile,
+    set_attribute,
+    set_meanwhile,
+    spelled,
+    used_meanwhile,
+)
 from regraft.capture.untouched import untouched, values_kept
 from regraft.dropin.model import KEY
 from regraft.optimize.presets import LARGE
 from regraft.verify.precise import inputs_in_precision
 from regraft.verify.run import Inputs
 from regraft.verify.tree import unsupported
+from regraft.verify.values import revalued
+
+logger = logging.getLogger("regraft")
 
 _CONSTANTS = (bool, int, float, str, type(None))
+_NAMED = 8
+"""So many attributes are named in a sentence."""
 
 
-def side_effects(model: nn.Module, inputs: Inputs) -> tuple[dict[Attribute, bool], list[str]]:
-    """What every call leaves on a model.
+class SideEffects(NamedTuple):
+    """What calls leave on a model.
+
+    Args:
+        sets: The attributes that each call sets before it reads them, whatever they were, and whether each is a
+            `torch.Size`.
+        others: The names of what else changes from one call to the next, which no graph can do.
+        made: The buffers that the first call puts in the place of others, whatever the values of its inputs, and that
+            later ones leave.
+    """
+
+    sets: dict[Attribute, bool]
+    others: list[str]
+    made: dict[Attribute, Tensor]
+
+
+def side_effects(model: nn.Module, inputs: Inputs) -> SideEffects:
+    """What calls leave on a model: nothing, of one that cannot be called, or has no memory for its weights.
 
     Args:
         model: The model, which is as it was afterwards.
         inputs: A call of it.
-
-    Returns:
-        The attributes that each call sets before it reads them, whatever they were, and whether each is a `torch.Size`;
-        and the names of what else changes from one call to the next, which no graph can do. Nothing of a model that
-        cannot be called, or has no memory for its weights.
     """
     try:
         return _found(model, inputs)
     except Exception:  # whatever a model raises; its capture says what is wrong
-        return {}, []
+        return SideEffects({}, [], {})
 
 
-def _found(model: nn.Module, inputs: Inputs) -> tuple[dict[Attribute, bool], list[str]]:
+def _found(model: nn.Module, inputs: Inputs) -> SideEffects:
     with torch.no_grad(), untouched(model), values_kept(_weights(model)):
-        with set_meanwhile(model) as assigned, changed_meanwhile(model) as changed:
+        with set_meanwhile(model) as assigned, changed_meanwhile(model) as first:
             _call(model, inputs)
-        if not assigned and not changed:
-            return {}, []
+        if not assigned and not first:
+            return SideEffects({}, [], {})
         # once more: what is made on the first call, and kept, is there now
         with used_meanwhile(model, assigned) as used, changed_meanwhile(model) as changed:
             _call(model, inputs)
         values = {each: _value(model, each) for each in sorted(used) if used[each] == "set" and _can_return(model)}
+        made = {each: _value(model, each) for each in _buffers(model) if spelled(each) in first - changed}
     sets = {each: isinstance(value, torch.Size) for each, value in values.items() if _is_returnable(value)}
     known = {spelled(each) for each in sets} | {each for each in changed if each.rpartition(".")[2] == KEY}
-    return sets, sorted(changed - known)
+    return SideEffects(sets, sorted(changed - known), _made_of_no_value(model, inputs, made) if made else {})
+
+
+def _buffers(model: nn.Module) -> Iterator[Attribute]:
+    return ((path, name) for path, module in model.named_modules() for name in module._buffers)
+
+
+def _made_of_no_value(model: nn.Module, inputs: Inputs, made: dict[Attribute, Tensor]) -> dict[Attribute, Tensor]:
+    """Those buffers that a first call with other values makes, too."""
+    others = revalued(inputs, torch.Generator().manual_seed(0))
+    if others is None:
+        return {}
+    with torch.no_grad(), untouched(model), values_kept(_weights(model)):
+        try:
+            _call(model, others)
+        except Exception:  # whatever a model raises that does not take them
+            return {}
+        return {each: buffer for each, buffer in made.items() if _is_same(_value(model, each), buffer)}
+
+
+def _is_same(other: Any, buffer: Any) -> bool:
+    if not (isinstance(other, Tensor) and isinstance(buffer, Tensor)) or unsupported(buffer) or buffer.is_inference():
+        return False
+    return other.dtype == buffer.dtype and other.device == buffer.device and torch.equal(other, buffer)
+
+
+def remarks(found: SideEffects) -> Iterator[str]:
+    """What to say of what a model leaves on itself.
+
+    Args:
+        found: That.
+    """
+    if found.made:
+        yield f"the model makes {_some(found.made)} when it is first called: the drop-in has that from the start"
+    if found.sets:
+        yield f"the model sets {_some(found.sets)} as it runs: the graph returns that too, the drop-in sets it"
+    if found.others:
+        lost = (
+            f"the model changes {_listed(found.others)} from one call to the next, which no graph does: "
+            "where one runs, that stays as it was"
+        )
+        logger.warning("%s", lost)
+        yield lost
+
+
+def _some(attributes: Iterable[Attribute]) -> str:
+    return _listed([spelled(each) for each in attributes])
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+
+
+def having(made: dict[Attribute, Tensor], model: nn.Module) -> nn.Module:
+    """A model with the buffers that its first call makes; it is changed.
+
+    Args:
+        made: The buffers.
+        model: The model.
+    """
+    for attribute, buffer in made.items():
+        set_attribute(model, attribute, buffer)
+    return model
 
 
 def returning(model: nn.Module, attributes: Collection[Attribute]) -> nn.Module:

@@ -6,7 +6,7 @@ import copy
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -29,14 +29,11 @@ from regraft.dropin import Entry, Reader, expect_counted, share
 from regraft.optimize.axes import axes_of
 from regraft.optimize.graphs import Graph
 from regraft.optimize.observing import beyond_the_window, calls_of_generate
-from regraft.optimize.side_effects import returning, side_effects
+from regraft.optimize.side_effects import SideEffects, having, remarks, returning, side_effects
 from regraft.verify.oracle import Oracle
 from regraft.verify.run import Inputs
 
 logger = logging.getLogger("regraft")
-
-_NAMED = 8
-"""So many attributes are named in a sentence."""
 
 
 @dataclass
@@ -201,7 +198,12 @@ def _captured(
     first = calls[0]
     inputs = reader.apart(first)
     shapes = axes_of(twin, first) if dynamic_shapes == "auto" and is_pretrained(twin) else dynamic_shapes
-    sets, others = side_effects(twin, inputs) if not is_pretrained(twin) else ({}, [])
+    sets, others, made = side_effects(twin, inputs) if not is_pretrained(twin) else SideEffects({}, [], {})
+    reference: Any = oracle.reference
+    if made:
+        having(made, twin)
+        reference = having(made, share(reference))
+        oracle = _oracle(reference)
     with used_meanwhile(twin, own) as used:
         try:
             gm = trace(returning(twin, sets) if sets else twin, *inputs, dynamic_shapes=shapes)
@@ -212,33 +214,14 @@ def _captured(
             sets, others = {}, sorted({*others, *map(spelled, sets)})
     ignores = frozenset(own - used.keys()).union(sets)
     if sets:
-        reference: Any = oracle.reference
         oracle = _oracle(returning(reference, sets))
-    notes += _remarks(sets, others)
+    notes += remarks(SideEffects(sets, others, made))
     graph = Graph(name, gm, inputs, oracle, ignores=ignores, sets=sets, reader=reader)
     with untouched(twin), values_kept(graph.written):
         _expect_to_run(graph)
         seconds = _seconds_of(graph)
     entry = Entry(name, gm, first)
     return replace(graph, seconds=seconds, more=tuple(reader.apart(one) for one in calls[1:] if entry.takes(one)))
-
-
-def _remarks(sets: Iterable[Attribute], others: Iterable[str]) -> Iterator[str]:
-    """What to say of what a model leaves on itself."""
-    if sets:
-        yield f"the model sets {_some(map(spelled, sets))} as it runs: the graph returns that too, the drop-in sets it"
-    if others:
-        lost = (
-            f"the model changes {_some(others)} from one call to the next, which no graph does: "
-            "where one runs, that stays as it was"
-        )
-        logger.warning("%s", lost)
-        yield lost
-
-
-def _some(names: Iterable[str]) -> str:
-    every = list(names)
-    return ", ".join(every[:_NAMED]) + (f" and {len(every) - _NAMED} more" if len(every) > _NAMED else "")
 
 
 def _oracle(reference: nn.Module) -> Oracle:
