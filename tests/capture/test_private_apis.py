@@ -325,6 +325,27 @@ def test_exported_program() -> None:
     assert "stack_trace" in node.meta
 
 
+@pytest.mark.parametrize("involved", [False, True])
+def test_calls_that_make_tensors_of_involved_sizes_are_not_looked_up(involved: bool) -> None:
+    looked_up: list[Any] = []
+
+    class Padded(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.nn.functional.pad(x, (0, (7 - x.shape[1] % 7) % 7 if involved else 1))[:, ::2]
+            looked_up.append(getattr(getattr(x, "fake_mode", None), "cache_enabled", None))
+            return x
+
+    x = torch.randn(2, 56)
+    with torch._dynamo.config.patch(fake_tensor_cache_enabled=True):  # which is off in most tests
+        gm = rg.trace(Padded(), (x,), dynamic_shapes="auto")
+    assert looked_up[0] is not involved
+    assert torch.equal(gm(x[:, :51]), Padded()(x[:, :51]))
+
+
+def test_what_is_no_stand_in_has_no_calls_to_look_up() -> None:
+    torch_private.remember_no_calls(torch.ones(1))
+
+
 def test_shape_environment() -> None:
     env = ShapeEnv()
     assert isinstance(env.backed_var_to_val, dict)

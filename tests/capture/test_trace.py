@@ -719,6 +719,35 @@ def test_a_decision_by_value_is_not_tried_over_and_over(exports: list[Any]) -> N
     assert exports == [(2, 3), (1, 3), (2, 3), (1, 3), (1, 3)]
 
 
+class Placed(nn.Module):
+    """Adds a table of the places in an image of one size, which says of its sides what sympy cannot solve."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.pool = nn.Conv2d(3, 8, 7, stride=2, padding=3), nn.Conv2d(8, 8, 2, stride=2)
+        self.places = nn.Parameter(torch.randn(1, 8, 16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.pool(self.conv(x))
+        z = y.flatten(2)
+        return (z @ z.transpose(1, 2) @ z).view(y.shape) + self.places
+
+
+def test_sides_that_nobody_can_solve_for_are_not_tried_over_and_over(exports: list[Any]) -> None:
+    model = Placed().eval()
+    gm = trace(model, (torch.randn(1, 3, 64, 64),), dynamic_shapes="auto")
+    assert exports == [(2, 3, 64, 64)] * 2  # with all axes, and with the batch alone
+    assert torch.equal(gm(x := torch.randn(3, 3, 64, 64)), model(x))
+
+
+def test_sides_that_are_asked_for_are_tried_with_each_sample(exports: list[Any]) -> None:
+    with pytest.raises(CaptureError):
+        trace(
+            Placed().eval(), (torch.randn(1, 3, 64, 64),), dynamic_shapes={"x": {0: Dim.AUTO, 2: Dim.AUTO, 3: Dim.AUTO}}
+        )
+    assert exports == [(2, 3, 64, 64), (1, 3, 64, 64)] * 2
+
+
 class Around(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
@@ -32,10 +33,12 @@ _LEAVES = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, bool, int,
 _LONGEST = 200
 """Characters of a size written out, with which export is still quick. Those of convolutional networks stay below 60.
 Those of attention in windows (Swin, MaxViT) pass 250, and about Swin's export reasons for minutes."""
+_LONG = 40
+"""Characters of a size with which to look up what a call gives takes longer than to make it again."""
 
 
 class TooInvolved(Exception):
-    """The sizes hang together in so involved a way that export would take minutes to make out how."""
+    """The sizes hang together in so involved a way that export cannot make out how, or would take minutes to."""
 
 
 class Seen:
@@ -123,9 +126,13 @@ class _AsItRuns(TorchFunctionMode):
 
 
 def _expect_simple_sizes(value: torch.Tensor) -> None:
+    """Give up at a size that is too involved; from one on that is fairly so, do without what is slow for such."""
     for size in value.shape:
-        if type(size) is not int and len(text := str(size)) > _LONGEST:
+        text = "" if type(size) is int else str(size)
+        if len(text) > _LONGEST:
             raise TooInvolved(f"a size is {text[:60]}... of those of the inputs")
+        if len(text) > _LONG:
+            torch_private.remember_no_calls(value)
 
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -219,6 +226,8 @@ def export(
             except TooInvolved:
                 raise
             except Exception as error:  # whatever a model raises when it meets sizes that it does not take
+                if quick and _is_about_equations(error):
+                    raise TooInvolved(str(error).strip()) from error
                 failure = error if failure is None or sample is leaves else failure
                 stop = where(model, error) if decides_by_value(error) else None
                 if way is ways[0]:
@@ -229,6 +238,12 @@ def export(
                 return Exported(program, seen.out_spec, sample is not leaves, seen.changed)
     assert failure is not None
     raise failure
+
+
+def _is_about_equations(error: BaseException) -> bool:
+    """Whether sympy cannot solve what export asks it of sizes, which it does at the end, for any sample."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).partition(".")[0] == "sympy"
 
 
 def _expect_plain_functions(program: torch.export.ExportedProgram) -> None:

@@ -147,6 +147,19 @@ def causal_as_told() -> Iterator[None]:
         setattr(home, name, compares)
 
 
+def remember_no_calls(value: torch.Tensor) -> None:
+    """Let the stand-ins for tensors no longer be looked up in a cache of the calls that made them.
+
+    Without torch's switch they are: that takes longer where sizes are long expressions, and gives the same.
+
+    Args:
+        value: One of them; of what is none, nothing happens.
+    """
+    mode: Any = getattr(value, "fake_mode", None)
+    if getattr(mode, "cache_enabled", False):
+        mode.cache_enabled = False
+
+
 def keywords_in_export() -> list[str]:
     """The names of the keyword arguments, where `torch.export` runs a graph module; none elsewhere.
 
