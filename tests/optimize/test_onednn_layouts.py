@@ -13,6 +13,7 @@ from test_onednn_graph import W8, W10, Of, built, weight
 from torch import Tensor, nn
 from torch.fx import symbolic_trace
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import regraft as rg
 from helpers import randomise
@@ -314,6 +315,51 @@ def test_layers_after_a_convolution_over_time_are_given_what_they_gave(images: b
     forms = Forms(symbolic_trace(Of(residuals)), [SOUND], images=images)
     copies = [each for node, larger in forms.larger.items() for each in larger if each not in forms.known.steady]
     assert [node.name for node in copies] == copied
+
+
+class Called(TorchDispatchMode):
+    """Notes which operators are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(function.__name__.partition(".")[0])
+        return function(*args, **kwargs or {})
+
+
+FAST = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+def attended(x: Tensor, *masks: Tensor) -> Tensor:
+    """Attention between the places of an image, whose features are a channel apart."""
+    query, key, value = F.conv2d(x, weight(24, 6, 1, 1)).reshape(2, 3, 2, 4, -1).permute(1, 0, 2, 4, 3)
+    return F.scaled_dot_product_attention(query, key, value, *masks, scale=0.05)
+
+
+@pytest.mark.parametrize("masks", [(), (weight(2, 2, 120, 120),)], ids=["no mask", "a mask"])
+@pytest.mark.parametrize("images", [False, True])
+def test_attention_over_an_image_is_given_features_side_by_side(images: bool, masks: tuple[Tensor, ...]) -> None:
+    module = symbolic_trace(Of(lambda x: attended(x, *masks) * 2 + 1))
+    forms = Forms(module, [X], images=images)
+    with torch.no_grad(), Called() as by_torch:
+        expected = module(X)
+    with torch.no_grad(), Called() as called:
+        (found,) = forms(X, *forms.beside)
+    assert FAST not in by_torch.names
+    assert FAST in called.names
+    torch.testing.assert_close(found, expected)
+    with torch.no_grad():
+        torch.testing.assert_close(built(module, X)([X])[0], expected)
+
+
+def test_attention_is_given_what_it_was_where_strides_are_read() -> None:
+    module = symbolic_trace(Of(lambda x: attended(x).as_strided((4, 4), (4, 1))))
+    forms = Forms(module, [X])
+    with torch.no_grad(), Called() as called:
+        forms(X, *forms.beside)
+    assert FAST not in called.names
 
 
 def test_an_image_that_steps_oddly() -> None:

@@ -527,6 +527,22 @@ def test_five_axes_are_given_to_the_fast_kernel(free: int) -> None:
         assert_matches_float64(model, gm, tuple(torch.randn(5, 2 + free, H, L, D) for _ in range(3)))
 
 
+@pytest.mark.parametrize("axes", [3, 4])
+def test_a_bias_of_each_head_is_given_four_axes(axes: int) -> None:
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.randn(2, 5, 6))
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return (q @ k.transpose(-2, -1) * 0.3 + self.bias).softmax(-1) @ v
+
+    inputs = tuple(torch.randn(*(3, 2, length, 4)[4 - axes :]) for length in (5, 6, 6))
+    gm = check_applied(rg.FuseAttention(), Biased(), inputs, "trace")
+    (call,) = (node for node in gm.graph.nodes if node.target is F.scaled_dot_product_attention)
+    assert call.kwargs["attn_mask"].meta["val"].shape == (1, 2, 5, 6)
+
+
 def test_float64_lowered_on_the_way_is_refused() -> None:
     inputs = (Q.double(), K.double(), V.double())
     check_refused(rg.FuseAttention(), model_of(FORMS["upcast"]).double(), inputs, "trace", "lowered")

@@ -204,6 +204,13 @@ AXES: dict[str, tuple[tuple[int, ...], Callable[..., Any]]] = {
     "three, a mask": ((H, L, D), lambda m, q, k, v: fused(q, k, v, HIDDEN)),
     "three, written before": ((H, L, D), lambda m, q, k, v: fused(q * 2, k + 1, v).add_(1)),
     "three, in groups": ((H, L, D), lambda m, q, k, v: fused(q, k[:G], v[:G], enable_gqa=True)),
+    "four, a mask for each head": ((B, H, L, D), lambda m, q, k, v: fused(q, k, v, HIDDEN)),
+    "four, a bias for each head": ((B, H, L, D), lambda m, q, k, v: fused(q, k, v, HIDDEN * 0.7)),
+    "four, a bias for all heads": ((B, H, L, D), lambda m, q, k, v: fused(q, k, v, HIDDEN[:1] * 0.7)),
+    "four, in groups, a mask": (
+        (B, H, L, D),
+        lambda m, q, k, v: fused(q, k[:, :G], v[:, :G], HIDDEN, enable_gqa=True),
+    ),
     "five": ((B, 3, H, L, D), lambda m, q, k, v: fused(q, k, v, dropout_p=0.0)),
     "five, hiding what is later": ((B, 3, H, L, D), lambda m, q, k, v: fused(q, k, v, is_causal=True)),
     "five, a mask that is causal": ((B, 3, H, L, D), lambda m, q, k, v: fused(q, k, v, m.known)),
@@ -228,10 +235,13 @@ AXES: dict[str, tuple[tuple[int, ...], Callable[..., Any]]] = {
 def test_a_fused_call_gets_the_four_axes_that_have_a_fast_kernel(name: str, dtype: torch.dtype) -> None:
     sizes, function = AXES[name]
     inputs = tuple(torch.randn(sizes, dtype=dtype) for _ in range(3))
-    if name in ("five, a mask for all", "six, a mask of four") and dtype is not torch.float32:
+    added = ("four, a bias for each head", "four, a bias for all heads", "five, a mask for all", "six, a mask of four")
+    if name in added and dtype is not torch.float32:
         return  # a mask that is added has the type of the query
     gm = check_applied(rg.FuseAttention(), Three(function).to(dtype), inputs, "trace")
-    assert [operand.meta["val"].ndim for operand in call_of(gm).args[:3]] == [4, 4, 4]
+    call = call_of(gm)
+    assert [operand.meta["val"].ndim for operand in call.args[:3]] == [4, 4, 4]
+    assert "attn_mask" not in call.kwargs or call.kwargs["attn_mask"].meta["val"].ndim in (2, 4)
     assert ("contiguous" in gm.code) == ("seen" in name)
     assert ("causal" in rg.history(gm)[-1].applied[0].sentence) == ("causal" in name)
 
@@ -281,7 +291,7 @@ NOT_CAUSAL: dict[str, Callable[..., Any]] = {
     "mild": lambda m, q, k, v: fused(q, k, v, torch.full((L, L), -1e4).triu(1)),
     "a bias": lambda m, q, k, v: fused(q, k, v, torch.full((L, L), LOWEST).triu(1) + 0.5),
     "one head": lambda m, q, k, v: fused(
-        q, k, v, torch.cat([torch.ones(H - 1, L, L).tril(), torch.ones(1, L, L)]).bool()
+        q, k, v, torch.cat([torch.ones(H - 1, L, L).tril(), torch.ones(1, L, L)]).bool()[None]
     ),
     "a checkpoint's": lambda m, q, k, v: fused(q, k, v, m.saved),
     "inverted": lambda m, q, k, v: fused(q, k, v, torch.ones(L, L, dtype=torch.bool).triu()),

@@ -63,7 +63,7 @@ def _heavy(node: Node, owner: GraphModule) -> bool:
 
 
 def _other_axes(call: Call, mask: Any) -> tuple[int, ...] | None:
-    """The sizes of the axes before the last three, where these are not one, and can be: see `put`."""
+    """The sizes of the axes before the last three, where these or those of the mask are others: see `put`."""
     query, key, value = (value_of(call[name]) for name in ("input", "key", "value"))
     if query is None or key is None or value is None or query.ndim < 3 or call["dropout_p"]:
         return None
@@ -71,7 +71,12 @@ def _other_axes(call: Call, mask: Any) -> tuple[int, ...] | None:
     if not all(same_shape(query.shape[:-heads], one.shape[:-heads]) for one in (key, value)):
         return None
     batches = batches_of(query, mask)
-    return batches if len(batches) != 1 else None
+    return batches if len(batches) != 1 or _has_three_axes(mask) else None
+
+
+def _has_three_axes(mask: Any) -> bool:
+    value = value_of(mask)
+    return value is not None and value.ndim == 3
 
 
 def lighten(match: Match, edit: Edit, facts: Facts) -> str:
@@ -224,7 +229,8 @@ def put(
 ) -> None:
     """The fused call in the place of `result`.
 
-    The fast kernels take four axes: three get a first one, and of more the first ones become one.
+    The fast kernels take four axes: three get a first one, and of more the first ones become one. So do those of a mask
+    with one for each head.
 
     Args:
         edit: The site's transaction.
@@ -236,6 +242,8 @@ def put(
         ordered: Whether a reader needs the value contiguous, as a product is and the fused call's need not be.
     """
     rest: list[tuple[Any, ...]] = []
+    if _has_three_axes(mask := keywords.get("attn_mask")):
+        keywords = {**keywords, "attn_mask": edit.insert(result, torch.unsqueeze, mask, 0)}
     if not batches:
         operands, rest = [edit.insert(result, torch.unsqueeze, one, 0) for one in operands], [(torch.squeeze, 0)]
     elif len(batches) > 1:

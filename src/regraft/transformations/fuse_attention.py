@@ -41,7 +41,7 @@ class FuseAttention(Rewrite):
 
     Keys and values that are repeated for groups of queries (Ainslie et al. 2023, arXiv:2305.13245) are given to the
     call as they were before, on the CPU; and a mask that is known to hide the later positions alone is not made at all.
-    Calls that are fused already get the same, and four axes where they have others.
+    Calls that are fused already get the same, and four axes where they or their mask have others.
 
     What is not finite may come out otherwise: torch's kernels give zeros for a query of NaNs, and a number that is
     filled in is added by them, which leaves the NaN of a hidden key where it was. Of a row whose keys are all hidden by

@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 from regraft.core.mutation import mutating_nodes
 from regraft.core.strides import depends_on_strides
 from regraft.core.values import JOINING, called_name, layout_of, value_of
-from regraft.core.vocabulary import attribute
+from regraft.core.vocabulary import ATTENTION, attribute, read
 from regraft.optimize.engines.onednn_fusions import called
 from regraft.optimize.engines.onednn_in_place import out_of_place
 from regraft.optimize.engines.onednn_same import same_in_each_call
@@ -55,6 +55,7 @@ class Images(Interpreter):
         self.same = same_in_each_call(gm)
         self.writes = any(node not in self.out_of_place and node not in self.same for node in mutating_nodes(gm))
         self._bound = self.writes or any(_reads_strides(node, gm) for node in gm.graph.nodes)
+        self._attending = {} if self._bound else {node: _attended(node, gm) for node in gm.graph.nodes}
         if images and not self._bound:
             self._convolutions, self._resizing = (
                 {node: node.all_input_nodes[0] for node in gm.graph.nodes if called(node, gm) in names}
@@ -84,6 +85,8 @@ class Images(Interpreter):
         resized = argument is self._resizing.get(n)
         if not isinstance(value, Tensor) or value.ndim != 4:  # what is joined may be the pieces of a split
             return value
+        if argument in self._attending.get(n, ()):
+            return value if value.stride(3) == 1 else value.contiguous()
         if not (resized or argument is self._convolutions.get(n) or self._joins_images(n)):
             return value
         if value.shape[2:].numel() == 1:  # its steps are what the kernel before has left, which are not those of torch
@@ -141,6 +144,13 @@ def _is_returned(node: Node) -> bool:
     """Whether the caller gets its result, with the channels first: the image before, a smaller one, is laid so."""
     result = value_of(node)
     return result is not None and result.is_contiguous() and all(user.op == "output" for user in node.users)
+
+
+def _attended(node: Node, gm: GraphModule) -> tuple[Node, ...]:
+    """Queries, keys and values: torch's fused kernel takes those whose features lie side by side, and no others."""
+    call = read(node, gm)
+    attends = call is not None and call.operation is ATTENTION
+    return tuple(call[name] for name in ("input", "key", "value")) if call is not None and attends else ()
 
 
 def is_view(node: Node) -> bool:

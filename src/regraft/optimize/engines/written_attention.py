@@ -162,8 +162,9 @@ class WrittenAttention:
             env: The values of the nodes.
         """
         mask = self._given(env)
-        hidden = mask == -math.inf if mask.is_floating_point() else ~mask
-        return hidden.all(-1, keepdim=True)
+        if mask.is_floating_point():  # the largest number tells as much as all of them, a tenth of the time
+            return mask.amax(-1, keepdim=True) == -math.inf
+        return ~mask.any(-1, keepdim=True)
 
     def _given(self, env: Mapping[Node, Any]) -> Tensor:
         if self.call["is_causal"]:
