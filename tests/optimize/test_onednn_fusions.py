@@ -120,6 +120,38 @@ print("right")
 """
 
 
+COPIES_IN_A_PROCESS = """
+import torch
+from torch import nn
+from test_onednn_fusions import Forms, onednn_graph, symbolic_trace
+class OneHead(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.layers, self.function = nn.ModuleList(nn.Linear(16, 16) for _ in range(3)), function
+        self.bias = nn.Parameter(torch.randn(3, 1, 5, 16))
+    def forward(self, x):
+        heads = [layer(x).view(3, 5, 1, 16).transpose(1, 2) for layer in self.layers]
+        return self.function(*heads, self.bias)
+x = torch.randn(3, 5, 16)
+for function in (
+    lambda a, u, v, c: a * u + v + a + u,
+    lambda a, u, v, c: a * u + u + v + u,
+    lambda a, u, v, c: a * u + v + u + u,
+    lambda a, u, v, c: a * c + c + v + c,
+    lambda a, u, v, c: a * c + v + c + c,
+    lambda a, u, v, c: a @ (v.mT @ u) + u + u + v + u,
+):
+    gm = symbolic_trace(OneHead(function).eval())
+    with torch.no_grad():
+        forms = Forms(gm, [x])
+        program = onednn_graph._program(forms, (x,))
+        for given in (x, -2 * x):
+            result, = forms.complete(program(given, *forms.beside))
+            torch.testing.assert_close(result, gm(given), rtol=1e-4, atol=1e-4)
+print("right")
+"""
+
+
 ONE_ELEMENT_IN_A_PROCESS = """
 import torch
 from test_onednn_fusions import F, a_program
@@ -129,7 +161,9 @@ print("right")
 """
 
 
-@pytest.mark.parametrize("command", [IN_A_PROCESS, CONVOLUTIONS_IN_A_PROCESS, ONE_ELEMENT_IN_A_PROCESS])
+@pytest.mark.parametrize(
+    "command", [IN_A_PROCESS, CONVOLUTIONS_IN_A_PROCESS, COPIES_IN_A_PROCESS, ONE_ELEMENT_IN_A_PROCESS]
+)
 def test_what_would_end_the_process_does_not(command: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", command], cwd=Path(__file__).parent, capture_output=True, text=True, env=dict(os.environ)

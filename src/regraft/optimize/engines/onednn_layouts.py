@@ -149,8 +149,7 @@ def _is_returned(node: Node) -> bool:
 def _attended(node: Node, gm: GraphModule) -> tuple[Node, ...]:
     """Queries, keys and values: torch's fused kernel takes those whose features lie side by side, and no others."""
     call = read(node, gm)
-    attends = call is not None and call.operation is ATTENTION
-    return tuple(call[name] for name in ("input", "key", "value")) if call is not None and attends else ()
+    return () if call is None or call.operation is not ATTENTION else (call.input, call["key"], call["value"])
 
 
 def is_view(node: Node) -> bool:
