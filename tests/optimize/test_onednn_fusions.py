@@ -87,6 +87,11 @@ def test_what_a_product_was_made_of_is_not_read_twice(name: str) -> None:
     assert set(found) <= {gm.graph.output_node().all_input_nodes[0]}
 
 
+def test_values_that_are_equal_are_not_given_one_copy() -> None:
+    gm = symbolic_trace(Of(lambda x: layer(x.exp()) + x.tanh() + x.exp() + x.sin() + x.exp()))
+    assert [list(copies.values()) for copies in read_twice(gm).values()] == [[1], [2]]
+
+
 IN_A_PROCESS = """
 import torch
 from test_onednn_fusions import GATES, A, a_program

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -72,12 +71,6 @@ class Forms(nn.Module):
         self.larger |= {node: _to_gather(node, values) for node in values.products}
         self.larger |= {node: _to_condense(node, values) for node in values.poolings}
         constants = {(a, form) for larger in self.larger.values() for a, form in larger.items() if a in values.steady}
-        self.again: dict[tuple[Node, Node], int] = {}  # which of its other copies a call is given for an argument
-        others: Counter[Node] = Counter()
-        for node, arguments in values.twice.items():
-            for a in arguments:
-                others[a] += 1
-                self.again[node, a] = others[a]
         self.places = {constant: place for place, constant in enumerate(constants)}
         self.beside = [dense(values.steady[node], *form) for node, form in self.places]
         packs = {id(layer.packed): layer.packed for layer in values.own.values() if layer.packed is not None}
@@ -185,7 +178,7 @@ class _Run(Images):
             matrix = n in self._known.products and isinstance(value, Tensor)
             return begun_anew(value) if matrix and begins_oddly(value) else value
         place = self._forms.places.get((argument, form))
-        again = self._forms.again.get((n, argument), 0)
+        again = self._known.twice.get(n, {}).get(argument, 0)
         if place is not None and not again:
             return self._beside[place]
         value = self.env[argument] if place is None else self._beside[place]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
@@ -93,8 +95,8 @@ def _come_before(users: set[Node], last: Node, value: Node) -> bool:
     return not left
 
 
-def read_twice(gm: GraphModule) -> dict[Node, set[Node]]:
-    """The arguments that a call has to be given as copies: what begins the same kernel was made of them.
+def read_twice(gm: GraphModule) -> dict[Node, dict[Node, int]]:
+    """The arguments that a call has to be given as copies, and which of its copies: the same kernel was made of them.
 
     Where something is added to a product or a convolution of `x`, or to `x * x`, and the sum is joined with `x`, the
     process ends.
@@ -102,7 +104,8 @@ def read_twice(gm: GraphModule) -> dict[Node, set[Node]]:
     Args:
         gm: The graph.
     """
-    copies: dict[Node, set[Node]] = {}
+    copies: dict[Node, dict[Node, int]] = {}
+    copied: Counter[Node] = Counter()
     first: dict[Node, Node] = {}  # of two equal calls the first, since TorchScript makes one of them
     equal: dict[str, Node] = {}
     made_of: dict[Node, tuple[Node, ...]] = {}  # what was read in the kernel of a value
@@ -115,9 +118,10 @@ def read_twice(gm: GraphModule) -> dict[Node, set[Node]]:
             made_of[first[node]] = tuple(given.values())
         elif name in _JOINING or name in _ELEMENTWISE:
             sums = summed.intersection(given.values())
-            twice = {each for each, same in given.items() if any(same in made_of[other] for other in sums)}
-            if twice:
-                copies[node] = twice
+            for each, same in given.items():
+                if any(same in made_of[other] for other in sums):
+                    copied[same] += 1
+                    copies.setdefault(node, {})[each] = copied[same]
             read = dict.fromkeys(each for other in given.values() for each in made_of.get(other, ()))
             if sums or (name in _SUMS and read):
                 summed.add(first[node])

@@ -75,7 +75,7 @@ class Values(Images):
         steady: The tensors that depend on sizes and weights alone, as they are in the sample.
         numbers: The numbers that are made of sizes.
         done: What has written into steady tensors, and gives nothing.
-        twice: The arguments that a call has to be given as copies.
+        twice: The arguments that a call has to be given as copies, and which of their copies.
         results: The tensors among the results that are steady, and None for each of the others.
         respelled: The calls that are spelled otherwise, as functions of the values of the nodes.
         own: The linear layers that are computed outside of its kernels.
