@@ -539,6 +539,20 @@ def test_a_sample_of_one_is_taken_where_others_must_not_be_one_together() -> Non
         gm(torch.ones(1), torch.ones(1), torch.ones(1, 6))
 
 
+class AddsWhatIsAsLong(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y if x.shape[0] == y.shape[0] else x - y
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (5, 1)])
+def test_a_one_that_is_made_as_large_as_another_size_is_taken_for_fixed(sizes: tuple[int, int]) -> None:
+    x, y = (torch.randn(size, 3) for size in sizes)
+    gm = trace(AddsWhatIsAsLong(), (x, y), dynamic_shapes="auto")
+    assert torch.equal(gm(x, y), x - y)
+    with pytest.raises(TypeError, match="axis 0 of . has size 2, expected 1"):
+        gm(torch.randn(2, 3), torch.randn(2, 3))
+
+
 class Attention(nn.Module):
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(query, key, value=value)

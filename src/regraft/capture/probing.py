@@ -119,10 +119,13 @@ def _sample_of_one(
     """The sample cut down so that some sizes are one; None where the graph's conditions then do not hold.
 
     Where they do not, one other size is cut by as much: a mask as long as what is kept and what is new together.
+    Nor do they hold for the sample itself where a size of one was made larger and then taken for another's.
     """
     sizes: dict[str, int] = {}
     for leaf, shape in zip(leaves, constraints.shapes):
-        sizes.update({str(size): leaf.shape[axis] for axis, size in enumerate(shape) if size in constraints.ranges})
+        for axis, size in enumerate(shape):
+            if size in constraints.ranges and sizes.setdefault(str(size), leaf.shape[axis]) != leaf.shape[axis]:
+                return None
     less = max(sizes[symbol] for symbol in group) - 1
     wanted = {**sizes, **dict.fromkeys(group, 1)}
     others = [symbol for symbol in sizes if symbol not in group and sizes[symbol] > less > 0]
