@@ -196,6 +196,21 @@ def test_a_scalar_is_not_failed_for_a_lucky_reference() -> None:
     assert failed == 0
 
 
+@pytest.mark.parametrize(("other", "calls"), [(0.0, 24), (1.0, 0)])
+def test_luck_is_not_asked_about_where_another_output_is_wrong_anyway(other: float, calls: int) -> None:
+    """To tell luck from a fault takes a dozen more calls, each in float64, too."""
+    asked: list[torch.dtype] = []
+
+    def reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.append(x.dtype)
+        return x * 2, x + 1
+
+    off = 1 + 16 * torch.finfo(torch.float32).eps  # more than the bound, less than no luck could explain
+    x = torch.ones(3)
+    assert not verify(reference, lambda x: (x * 2 * off, x + 1 + other), (x,), vary_values=False).ok
+    assert len(asked) == 2 + calls
+
+
 def test_a_hard_coded_dtype_still_gets_its_float64_run() -> None:
     class Hard(nn.Module):
         def __init__(self) -> None:

@@ -215,7 +215,9 @@ class _Check:
             return Case(label, problems=(f"the candidate raised {_name(made.error)}",))
         rule = replace(self.rule, compute=truth.compute)
         leaves, problems, numbers = contrast(truth, made, inputs_tree(*inputs), rule)
-        if any(_doubtful(leaf, numbers) for leaf in leaves) and not rule.tolerant and truth.exact is not None:
+        wrong = [leaf for leaf in leaves if not leaf.ok]
+        by_luck = wrong and not problems and all(_doubtful(leaf, numbers) for leaf in wrong)
+        if by_luck and not rule.tolerant and truth.exact is not None:
             leaves = self._look_again(inputs, truth, made, leaves, numbers, rule)
         return Case(label, tuple(leaves), tuple(problems))
 
