@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -34,8 +36,9 @@ NOTHING: dict[str, tuple[Callable[[Any, Any], Any], int]] = {
     "view and back": (lambda m, x: (x + 1).view(12).view(3, 4) * 2, 2),
     "reshape": (lambda m, x: torch.reshape(x, (3, -1)) * 2, 1),
     "flatten": (lambda m, x: torch.flatten(x, 1) * 2, 1),
-    "flattened and back": (lambda m, x: (lambda y: y.flatten().reshape_as(y) * 2)(x + 1), 2),
-    "flattened and back, by operators": (lambda m, x: (lambda y: _BACK(torch.flatten(y), y) * 2)(x + 1), 2),
+    "flattened and back": (lambda m, x: (lambda y: m.l(y.flatten().reshape_as(y) * 2))(x + 1), 2),
+    "flattened and back, by operators": (lambda m, x: (lambda y: m.l(_BACK(torch.flatten(y), y) * 2))(x + 1), 2),
+    "flattened and back behind a layer": (lambda m, x: m.l(x).flatten().reshape(3, 4) * 2, 2),
     "viewed and flattened back": (lambda m, x: x.sum(1).view(3, 1).flatten() * 2, 2),
     "expand": (lambda m, x: x.expand(3, 4) * 2, 1),
     "permute": (lambda m, x: x.permute(0, 1) * 2, 1),
@@ -47,7 +50,7 @@ NOTHING: dict[str, tuple[Callable[[Any, Any], Any], int]] = {
     "ellipsis": (lambda m, x: x[...] * 2, 1),
     "clone": (lambda m, x: x.clone() * 2, 1),
     "contiguous of linear": (lambda m, x: m.l(x).contiguous().view(-1), 1),
-    "contiguous before reshape": (lambda m, x: (x * 2).t().contiguous().reshape(2, 6) * 2, 1),
+    "contiguous before reshape": (lambda m, x: m.l((x * 2).t().contiguous().reshape(3, 4) * 2), 1),
     "contiguous twice": (lambda m, x: x.t().contiguous().contiguous().view(-1) * 2, 1),
     "squeeze": (lambda m, x: x.squeeze(-1) * 2, 1),
     "pad": (lambda m, x: torch.nn.functional.pad(x, (0, 0, 0, 0)) * 2, 1),
@@ -111,6 +114,18 @@ KEPT: dict[str, Callable[[Any, Any], Any]] = {
     "a pad that shifts": lambda m, x: F.pad(x, (1, -1)) * 2,
     "contiguous before view": lambda m, x: (x * 2).t().contiguous().view(2, 6),
     "contiguous before a sum and a view of it": lambda m, x: ((x * 2).t().contiguous() + 1).view(2, 6),
+    "contiguous before a reshape, a sum and a view of it": lambda m, x: (
+        (x * 2).t().contiguous().reshape(4, 3, 1) + 1
+    ).view(2, 6),
+    "contiguous before a reshape, a copy and a view of it": lambda m, x: (
+        (x * 2).t().contiguous().reshape(4, 1, 3).clone().view(2, 6)
+    ),
+    "contiguous before what the caller gets": lambda m, x: (x * 2).t().contiguous().reshape(4, 3, 1) + 1,
+    "contiguous before many sums": lambda m, x: (
+        functools.reduce(operator.add, range(40), (x * 2).t().contiguous().reshape(3, 4)) @ x.t()
+    ),
+    "a reshape and back before a view": lambda m, x: ((x * 2).t().reshape(12).reshape(4, 3) + 1).view(2, 6),
+    "a reshape and back of a sum before a view": lambda m, x: ((x.t() * 2).flatten().view(4, 3) + 1).view(2, 6),
     "contiguous in another format": lambda m, x: (
         x.view(1, 3, 2, 2).contiguous().contiguous(memory_format=torch.channels_last) * 2
     ),

@@ -1,4 +1,4 @@
-"""Who needs a tensor to be contiguous: those who read it, and those who read a view of it."""
+"""Who needs a tensor to lie as it does: those who read it, or a view of it, or what takes its order over."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from torch.fx import GraphModule, Node
 
 from regraft.core.mutation import may_alias
 from regraft.core.values import called_name, reads_shape_only, value_of
-from regraft.core.vocabulary import attribute
+from regraft.core.vocabulary import LAYER_NORM, LINEAR, MATMUL, attribute, read
 
 _VIEWS = {"view", "_unsafe_view"}
 _STRIDED = {"view_as", "as_strided", "as_strided_", "stride", "sym_stride", "is_contiguous", "data_ptr"}
 _STRIDED |= {"storage_offset", "sym_storage_offset", "view_as_complex", *_VIEWS}
 _CONTIGUOUS = {"contiguous", "clone"}
+_FAR = 32  # so many values that take an order over are followed
+
+OWN_ORDER = (LAYER_NORM, LINEAR, MATMUL)
+"""Operations whose results lie as they always do; other results may take over the order of an argument."""
 
 
 def strided_reader(value: Node, width: int, owner: GraphModule) -> Node | None:
@@ -38,6 +42,29 @@ def strided_reader(value: Node, width: int, owner: GraphModule) -> Node | None:
 def depends_on_strides(user: Node, value: Node, owner: GraphModule) -> bool:
     """Whether `user` itself may fail, or answer otherwise, where `value` has other strides."""
     return _needs_strides(user, value, owner)
+
+
+def order_reader(value: Node, owner: GraphModule) -> Node | None:
+    """A node that may notice in which order the elements of `value` lie in memory; so may the caller who gets them.
+
+    Others than views take that order over, too: a sum, say, is laid as what is added.
+    """
+    pending, seen = [value], {value}
+    while pending:
+        current = pending.pop()
+        for user in current.users:
+            if user.op == "output" or _needs_strides(user, current, owner) or len(seen) > _FAR:
+                return user
+            if user not in seen and _takes_order_over(user, current, owner):
+                seen.add(user)
+                pending.append(user)
+    return None
+
+
+def _takes_order_over(user: Node, value: Node, owner: GraphModule) -> bool:
+    call = read(user, owner)
+    own = call is not None and call.operation in OWN_ORDER
+    return not own and not reads_shape_only(user, value) and called_name(user) != "contiguous"
 
 
 def _views(value: Node, owner: GraphModule) -> Iterator[Node]:

@@ -10,13 +10,11 @@ from torch.fx import GraphModule, Node
 
 from regraft.core.pattern import Match, Pattern, near_miss
 from regraft.core.relatives import relative
-from regraft.core.strides import depends_on_strides
+from regraft.core.strides import OWN_ORDER, depends_on_strides
 from regraft.core.values import CHANNELS_LAST, JOINING, called_name, reads_shape_only, value_of
 from regraft.core.vocabulary import (
     CONV,
-    LAYER_NORM,
     LINEAR,
-    MATMUL,
     TRANSPOSED_CONV,
     Call,
     Operation,
@@ -34,7 +32,6 @@ JOIN = Operation("join", "input")
 _RESIZING = {"interpolate", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d"}
 
 _LAYERS = (CONV, TRANSPOSED_CONV, LINEAR)
-_NEW_ORDER = (LAYER_NORM, LINEAR, MATMUL)
 
 
 class LayersAndBorders(Pattern):
@@ -92,7 +89,7 @@ def _lays_last(node: Node) -> bool:
 
 def _passes_on(node: Node, call: Call | None) -> bool:
     """Whether a result may have the strides of an argument, rather than those that the operation always gives."""
-    if reads_shape_only(node) or (call is not None and call.operation in _NEW_ORDER):
+    if reads_shape_only(node) or (call is not None and call.operation in OWN_ORDER):
         return False
     if called_name(node) == "contiguous":
         return _lays_last(node)

@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from regraft.core.flow import known
 from regraft.core.mutation import writes
 from regraft.core.pattern import Match, Pattern, near_miss
+from regraft.core.strides import order_reader
 from regraft.core.values import called_name, same_shape, value_of
 from regraft.core.vocabulary import DIVIDE, DROPOUT, FLATTEN, IDENTITY, LINEAR, MULTIPLY, PAD, RESHAPE, read
 from regraft.transformations._constants import can_be_folded, constants
@@ -120,9 +121,9 @@ def unchanged_value(node: Node, owner: GraphModule) -> Node | None:
         return source if _permutes_nothing(node, name) else None
     if name == "contiguous":
         return source if not _needs_layout(node, source, owner) else None
-    before, after = value_of(source), value_of(node)
     if call is not None and call.operation in (RESHAPE, FLATTEN):
-        return _before_reshaping(source, after, owner)
+        return _before_reshaping(node, owner)
+    before, after = value_of(source), value_of(node)
     if before is None or after is None or not _like(before, after):
         return None
     if call is not None and call.operation is PAD:
@@ -150,16 +151,19 @@ def copies(node: Node, source: Node, owner: GraphModule) -> bool:
     )
 
 
-def _before_reshaping(source: Node, after: Tensor | None, owner: GraphModule) -> Node | None:
-    """The value that `source` is, or is a reshaped form of, if it is like `after`: `x.view(a).view(x.shape)` is x."""
-    while after is not None:
-        before = value_of(source)
-        if before is None or _like(before, after):
-            return source if before is not None else None
-        call = read(source, owner)
-        if call is None or call.operation not in (RESHAPE, FLATTEN):
-            return None
-        source = call.input
+def _before_reshaping(node: Node, owner: GraphModule) -> Node | None:
+    """The value that `node` is, maybe behind other reshapes: `x.view(a).view(x.shape)` is x."""
+    source, viewed = node, True
+    value = after = value_of(node)
+    call = read(node, owner)
+    while value is not None and after is not None and call is not None and call.operation in (RESHAPE, FLATTEN):
+        source, before = call.input, value_of(call.input)
+        # to the same shape any of them views, and `view` always does; others may copy, in an order of their own
+        viewed = viewed and before is not None and (called_name(call.node) == "view" or _like(before, value))
+        if before is not None and _like(before, after):
+            as_it_was = viewed or after.ndim < 2 or _laid_out(source, owner)
+            return source if as_it_was or order_reader(node, owner) is None else None
+        value, call = before, read(source, owner)
     return None
 
 
@@ -200,12 +204,15 @@ def _needs_layout(node: Node, source: Node, owner: GraphModule) -> bool:
         return True
     if _laid_out(source, owner):
         return False
-    # fake strides are those of the capture, which later rewrites may have changed; only `reshape` takes any
-    readers = [read(user, owner) for user in node.users]
-    reshaped = [
-        r for r in readers if r is not None and r.operation is RESHAPE and called_name(r.node).startswith("reshape")
-    ]
-    return len(reshaped) != len(readers) or not readers
+    # Fake strides are those of the capture, which later rewrites may have changed. Only `reshape` takes any, and what
+    # it gives may be a view, whose order then goes on.
+    readers = list(node.users)
+    return not readers or any(not _reshapes(user, owner) or order_reader(user, owner) for user in readers)
+
+
+def _reshapes(node: Node, owner: GraphModule) -> bool:
+    call = read(node, owner)
+    return call is not None and call.operation is RESHAPE and called_name(node).startswith("reshape")
 
 
 def _laid_out(source: Node, owner: GraphModule) -> bool:
