@@ -550,14 +550,25 @@ def test_float64_lowered_on_the_way_is_refused() -> None:
 
 @pytest.mark.parametrize("axes", [3, 4])
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_view_of_the_result_still_finds_it_contiguous(axes: int, masked: bool) -> None:
+@pytest.mark.parametrize(
+    "seen",
+    [
+        lambda a: a.view(a.shape[0], -1),
+        lambda a: a.view(-1, *a.shape[-1:]),
+        lambda a: (a + 1).view(a.shape[0], -1),
+        lambda a: (a.mT.exp().mT * 2)[:2].view(-1, *a.shape[-1:]),
+    ],
+)
+def test_a_view_of_the_result_still_finds_it_contiguous(
+    axes: int, masked: bool, seen: Callable[[Tensor], Tensor]
+) -> None:
     def function(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) if axes == 4 else x[:, :, 0].transpose(0, 1) for x in (q, k, v))
         length = q.shape[-2]
         weights = scores(q, k)
         if masked:
             weights = weights.masked_fill(m.hidden[:1, 0, :length, :length], -math.inf)
-        return attend(weights, v).view(v.shape[0], -1)
+        return seen(attend(weights, v))
 
     inputs = tuple(torch.randn(3, L, H, D) for _ in range(3))
     gm = check_applied(rg.FuseAttention(), model_of(function), inputs, "trace")

@@ -18,7 +18,7 @@ from regraft.core.flow import Flow
 from regraft.core.index import Index
 from regraft.core.mutation import Mutations, is_own, may_alias, read_later
 from regraft.core.plainness import dtype_name, plain_module, plain_tensor, unlike
-from regraft.core.strides import strided_reader
+from regraft.core.strides import order_readers, strided_reader
 from regraft.core.values import made_of_sizes, target_name, value_of
 from regraft.core.vocabulary import Call, Weight
 
@@ -176,6 +176,11 @@ class Facts(Index, Flow):
         if user is None:
             return None
         return f"node {user.name!r} ({target_name(user)}) needs {value.name!r} to be contiguous; use reshape there"
+
+    def order_free(self, value: Node) -> Answer:
+        """No node can tell in which order the elements of `value` lie in memory; the caller who gets them may."""
+        user = next((user for user in order_readers(value, self.owner(value)) if user.op != "output"), None)
+        return None if user is None else f"node {user.name!r} may tell in which order {value.name!r} lies"
 
     def laid_out_like_a_copy(self, source: Node, copy: Node) -> Answer:
         """`source` has the strides that a copy of it has, or nobody can tell them from those of `copy`."""

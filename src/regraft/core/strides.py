@@ -44,8 +44,8 @@ def depends_on_strides(user: Node, value: Node, owner: GraphModule) -> bool:
     return _needs_strides(user, value, owner)
 
 
-def order_reader(value: Node, owner: GraphModule) -> Node | None:
-    """A node that may notice in which order the elements of `value` lie in memory; so may the caller who gets them.
+def order_readers(value: Node, owner: GraphModule) -> Iterator[Node]:
+    """The nodes that may notice in which order the elements of `value` lie in memory; an output, since the caller may.
 
     Others than views take that order over, too: a sum, say, is laid as what is added.
     """
@@ -54,11 +54,10 @@ def order_reader(value: Node, owner: GraphModule) -> Node | None:
         current = pending.pop()
         for user in current.users:
             if user.op == "output" or _needs_strides(user, current, owner) or len(seen) > _FAR:
-                return user
-            if user not in seen and _takes_order_over(user, current, owner):
+                yield user
+            elif user not in seen and _takes_order_over(user, current, owner):
                 seen.add(user)
                 pending.append(user)
-    return None
 
 
 def _takes_order_over(user: Node, value: Node, owner: GraphModule) -> bool:

@@ -94,7 +94,7 @@ def lighten(match: Match, edit: Edit, facts: Facts) -> str:
 
     operands, width = [query, *(taken or (key, value))], value_of(value)
     if batches is not None and width is not None:
-        ordered = facts.strides_free(call.node, width.shape[-1]) is not None
+        ordered = facts.order_free(call.node) is not None
         put(edit, call.node, operands, _settings(call, causal, taken), batches, None, ordered)
     else:
         edit.replace(call.node, F.scaled_dot_product_attention, *operands, **_settings(call, causal, taken))

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from regraft.core.flow import known
 from regraft.core.mutation import writes
 from regraft.core.pattern import Match, Pattern, near_miss
-from regraft.core.strides import order_reader
+from regraft.core.strides import order_readers
 from regraft.core.values import called_name, same_shape, value_of
 from regraft.core.vocabulary import DIVIDE, DROPOUT, FLATTEN, IDENTITY, LINEAR, MULTIPLY, PAD, RESHAPE, read
 from regraft.transformations._constants import can_be_folded, constants
@@ -162,7 +162,7 @@ def _before_reshaping(node: Node, owner: GraphModule) -> Node | None:
         viewed = viewed and before is not None and (called_name(call.node) == "view" or _like(before, value))
         if before is not None and _like(before, after):
             as_it_was = viewed or after.ndim < 2 or _laid_out(source, owner)
-            return source if as_it_was or order_reader(node, owner) is None else None
+            return source if as_it_was or not any(order_readers(node, owner)) else None
         value, call = before, read(source, owner)
     return None
 
@@ -207,7 +207,7 @@ def _needs_layout(node: Node, source: Node, owner: GraphModule) -> bool:
     # Fake strides are those of the capture, which later rewrites may have changed. Only `reshape` takes any, and what
     # it gives may be a view, whose order then goes on.
     readers = list(node.users)
-    return not readers or any(not _reshapes(user, owner) or order_reader(user, owner) for user in readers)
+    return not readers or any(not _reshapes(user, owner) or any(order_readers(user, owner)) for user in readers)
 
 
 def _reshapes(node: Node, owner: GraphModule) -> bool:

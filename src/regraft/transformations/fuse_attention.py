@@ -104,7 +104,7 @@ class FuseAttention(Rewrite):
         mask, lost = one_mask(scores.masks if not causal else [], q, edit, result, facts)
         given = {"attn_mask": mask, "is_causal": causal or None, "scale": scale, "enable_gqa": pair and True}
         keywords = {name: one for name, one in given.items() if one is not None}
-        ordered = facts.strides_free(result, v.shape[-1]) is not None
+        ordered = facts.order_free(result) is not None
         put(edit, result, operands, keywords, batches_of(q, mask), lost, ordered)
         edit.erase_unread({*inner, *above, *below})
         for left in (*(whole if pair else ()), *(masks if causal else ())):
