@@ -131,6 +131,21 @@ def test_refused(name: str) -> None:
     check_refused(rg.FuseNorm(), model_of(function), X, "trace", word)
 
 
+def turned(function: Callable[[Any, Any], Any], seen: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda m, x: seen(function(m, x.transpose(0, 1).contiguous().transpose(0, 1)).transpose(0, 1))
+
+
+@pytest.mark.parametrize("name", ["llama", "no weight", "layer", "var"])
+@pytest.mark.parametrize("seen", [lambda y: y.view(15, 8), lambda y: (y * 2).view(15, 8)])
+def test_a_result_that_is_viewed_in_the_order_of_the_input_is_refused(name: str, seen: Callable[[Any], Any]) -> None:
+    """The fused calls give what is contiguous."""
+    function = FORMS[name][0]
+    model = model_of(turned(function, seen))
+    check_refused(rg.FuseNorm(), model, X, "trace", "node 'view' may tell in which order")
+    model = model_of(lambda m, x: (y := turned(function, lambda y: y)(m, x).reshape(15, 8)) @ y.mT)
+    check_applied(rg.FuseNorm(), model, X, "trace")
+
+
 ALL_AXES: dict[str, Callable[[Any, Any], Any]] = {
     "rms, ()": lambda m, x: x * (x.square().mean((), keepdim=True) + 1e-5).rsqrt(),
     "rms, None": lambda m, x: x * (x.square().mean(None, keepdim=True) + 1e-5).rsqrt(),

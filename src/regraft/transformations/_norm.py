@@ -54,6 +54,19 @@ def fits(node: Node, axes: tuple[int, ...], x: Node) -> str | None:
     return that(fits, f"{node.name!r} has not the sizes of the axes {list(axes)} and the dtype of {x.name!r}")
 
 
+def lies_alike(result: Node, axes: tuple[int, ...]) -> bool:
+    """Whether what `place_norm` puts in the place of `result` lies in memory as that does.
+
+    Args:
+        result: The node that the norm is to replace.
+        axes: The axes, of which the fused call takes the last ones, and gives what is contiguous.
+    """
+    value = value_of(result)
+    if value is None or value.is_contiguous():
+        return value is not None
+    return axes[-1] != value.ndim - 1 and layout_of(value) is not torch.contiguous_format
+
+
 def place_norm(
     edit: Edit, result: Node, norm: Any, x: Node, axes: tuple[int, ...], weights: list[Node | None], eps: float
 ) -> None:

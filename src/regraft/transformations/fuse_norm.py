@@ -15,7 +15,7 @@ from regraft.core.rewrite import Rewrite
 from regraft.core.tree import Either, Form, Number, Op, Through, Tree, TreeMatch, Value
 from regraft.core.values import value_of
 from regraft.core.vocabulary import ADD, CAST, DIVIDE, MEAN, MULTIPLY, POWER, RSQRT, SQRT, SQUARE, SUBTRACT, VARIANCE
-from regraft.transformations._norm import ends, fits, normalized, place_norm, precise
+from regraft.transformations._norm import ends, fits, lies_alike, normalized, place_norm, precise
 
 _X = Through((CAST,), Value("x"))
 
@@ -104,6 +104,7 @@ class FuseNorm(Rewrite):
         require(facts.closed(inner, result), facts.unchanged(x, min(inner), result), facts.floating(x))
         axes, shape = normalized(x, match.values["dim"])
         require(*(fits(node, axes, x) for node in weights), precise([*inner, result], x, match.where))
+        require(facts.order_free(result) if not lies_alike(result, axes) else None)
         require(
             that(centred or bias is None, f"{match.where} adds a bias to an RMS norm, which the fused call has not")
         )
