@@ -51,6 +51,14 @@ NOTHING: dict[str, tuple[Callable[[Any, Any], Any], int]] = {
     "clone": (lambda m, x: x.clone() * 2, 1),
     "contiguous of linear": (lambda m, x: m.l(x).contiguous().view(-1), 1),
     "contiguous before reshape": (lambda m, x: m.l((x * 2).t().contiguous().reshape(3, 4) * 2), 1),
+    "contiguous of what was dropped out of a linear": (
+        lambda m, x: F.dropout(m.l(x), 0.1, False).contiguous().view(-1) * 2,
+        2,
+    ),
+    "contiguous before what was dropped out and a reshape": (
+        lambda m, x: m.l(F.dropout((x * 2).t().contiguous(), 0.1, False).reshape(3, 4)),
+        2,
+    ),
     "contiguous twice": (lambda m, x: x.t().contiguous().contiguous().view(-1) * 2, 1),
     "squeeze": (lambda m, x: x.squeeze(-1) * 2, 1),
     "pad": (lambda m, x: torch.nn.functional.pad(x, (0, 0, 0, 0)) * 2, 1),

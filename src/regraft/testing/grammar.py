@@ -219,10 +219,13 @@ class Grammar:
         if len(shape) < 2:
             return
         rows, last = math.prod(shape[:-1]), shape[-1]
+        turned = (*shape[:-2], last, shape[-2])
         kinds = {
             f"{x}.view(-1)": (rows * last,),
             f"{x}.flatten(1)": (shape[0], math.prod(shape[1:])),
-            f"{x}.transpose(-1, -2)": (*shape[:-2], last, shape[-2]),
+            f"{x}.transpose(-1, -2)": turned,
+            f"{x}.transpose(-1, -2).contiguous().reshape{(*turned, 1)}": (*turned, 1),
+            f"{x}.transpose(-1, -2).flatten().reshape{turned}": turned,
             f"{x}.reshape(-1, {last})": (rows, last),
             f"{x}.view(-1, {last})": (rows, last),
             f"{x}.view({', '.join(map(str, (*shape[:-1], 1, last)))})": (*shape[:-1], 1, last),

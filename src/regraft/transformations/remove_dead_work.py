@@ -35,6 +35,7 @@ class RemoveDeadWork(Rewrite):
     """
 
     preserves_computation = True
+    exhaustive = True  # what goes may have stood between others that do
 
     def __init__(self, largest_constant: int = 1 << 20) -> None:
         expect_number(largest_constant, "largest_constant", "RemoveDeadWork(largest_constant=1 << 20)")
