@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import regraft as rg
 from helpers import Wrap, assert_matches_float64, check_applied, check_refused, randomise
 from regraft.core.vocabulary import read
+from regraft.testing.parts import nested, traced_with_shapes
 from regraft.transformations._attention import untransposed
 
 B, H, L, S, D = 2, 3, 5, 7, 4
@@ -573,6 +574,16 @@ def test_a_view_of_the_result_still_finds_it_contiguous(
     inputs = tuple(torch.randn(3, L, H, D) for _ in range(3))
     gm = check_applied(rg.FuseAttention(), model_of(function), inputs, "trace")
     assert "contiguous" in gm.code
+
+
+def test_a_view_outside_of_the_graph_that_attention_is_in_still_finds_it_contiguous() -> None:
+    inputs = tuple(torch.randn(2, L, H, D).transpose(1, 2) for _ in range(3))
+    model = Three(lambda m, q, k, v: attend(q @ k.transpose(-2, -1), v).view(-1, D))
+    gm = nested(traced_with_shapes(model, inputs, {}), 0, 4)
+    assert [node.op for node in gm.graph.nodes][-3:] == ["call_module", "call_method", "output"]
+    expected = gm(*inputs)
+    assert len(rg.history(rg.FuseAttention()(gm))[-1].applied) == 1
+    torch.testing.assert_close(gm(*inputs), expected)
 
 
 @pytest.mark.parametrize("turned", [lambda k: k.mT, lambda k: k.mH, torch.adjoint, lambda k: k.swapaxes(-1, -2)])

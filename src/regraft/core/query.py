@@ -179,7 +179,9 @@ class Facts(Index, Flow):
 
     def order_free(self, value: Node) -> Answer:
         """No node can tell in which order the elements of `value` lie in memory; the caller who gets them may."""
-        user = next((user for user in order_readers(value, self.owner(value)) if user.op != "output"), None)
+        inside = bool(self._path_of[id(value.graph)])  # of a graph whose results the graph around it reads
+        readers = order_readers(value, self.owner(value))
+        user = next((user for user in readers if inside or user.op != "output"), None)
         return None if user is None else f"node {user.name!r} may tell in which order {value.name!r} lies"
 
     def laid_out_like_a_copy(self, source: Node, copy: Node) -> Answer:
