@@ -130,7 +130,7 @@ KEPT: dict[str, Callable[[Any, Any], Any]] = {
     ),
     "contiguous before what the caller gets": lambda m, x: (x * 2).t().contiguous().reshape(4, 3, 1) + 1,
     "contiguous before many sums": lambda m, x: (
-        functools.reduce(operator.add, range(40), (x * 2).t().contiguous().reshape(3, 4)) @ x.t()
+        functools.reduce(operator.add, range(450), (x * 2).t().contiguous().reshape(3, 4)) @ x.t()
     ),
     "a reshape and back before a view": lambda m, x: ((x * 2).t().reshape(12).reshape(4, 3) + 1).view(2, 6),
     "a reshape and back of a sum before a view": lambda m, x: ((x.t() * 2).flatten().view(4, 3) + 1).view(2, 6),

@@ -16,7 +16,7 @@ _VIEWS = {"view", "_unsafe_view"}
 _STRIDED = {"view_as", "as_strided", "as_strided_", "stride", "sym_stride", "is_contiguous", "data_ptr"}
 _STRIDED |= {"storage_offset", "sym_storage_offset", "view_as_complex", *_VIEWS}
 _CONTIGUOUS = {"contiguous", "clone"}
-_FAR = 32  # so many values that take an order over are followed
+_FAR = 400  # so many values that take an order over are followed; convolutions do, down to the head of a network
 
 OWN_ORDER = (LAYER_NORM, LINEAR, MATMUL)
 """Operations whose results lie as they always do; other results may take over the order of an argument."""
