@@ -191,7 +191,7 @@ class Facts(Index, Flow):
             return None
         if self.returned(copy):
             return f"the caller gets {copy.name!r}, and {source.name!r} may have other strides"
-        return self.strides_free(copy, -1)
+        return self.order_free(copy)
 
     def same_mode(self, calls: Sequence[Call]) -> Answer:
         """The modules are all in training mode or all in evaluation mode."""

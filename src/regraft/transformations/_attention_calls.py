@@ -92,8 +92,8 @@ def lighten(match: Match, edit: Edit, facts: Facts) -> str:
     require(reason if not causal else None)
     taken = pair if reason is None else None
 
-    operands, width = [query, *(taken or (key, value))], value_of(value)
-    if batches is not None and width is not None:
+    operands = [query, *(taken or (key, value))]
+    if batches is not None:
         ordered = facts.order_free(call.node) is not None
         put(edit, call.node, operands, _settings(call, causal, taken), batches, None, ordered)
     else:

@@ -43,6 +43,9 @@ class FuseAttention(Rewrite):
     call as they were before, on the CPU; and a mask that is known to hide the later positions alone is not made at all.
     Calls that are fused already get the same, and four axes where they or their mask have others.
 
+    The fused call lays its result otherwise than a product does; where a reader may tell, a `view` of a sum of it, say,
+    a copy with the product's order follows.
+
     What is not finite may come out otherwise: torch's kernels give zeros for a query of NaNs, and a number that is
     filled in is added by them, which leaves the NaN of a hidden key where it was. Of a row whose keys are all hidden by
     such a number, gradients reach the query and the keys.

@@ -78,6 +78,8 @@ class FuseNorm(Rewrite):
     compute half precision in float32 and round once, so they keep the upcasts of the model; a weight in float32 beside
     values in half precision leaves the casts where they are. What computes more precisely than that is refused. A norm
     over the channels of an image is fused with the channels moved to the end, where the calls expect them, and back.
+    A written norm lies in memory as its input does, the fused call's result as it always does: where they may differ
+    and a reader may tell, the norm stays.
 
     Example:
         >>> import torch, regraft as rg

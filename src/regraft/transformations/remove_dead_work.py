@@ -19,7 +19,8 @@ class RemoveDeadWork(Rewrite):
 
     `f(x) = x` for the first kinds; `y = f(x), z = f(x)` becomes `z = y`. What depends on constants alone is computed
     once. Nothing is removed that draws random numbers or writes into a value, no copy that protects a value from being
-    written into, and no second result that the caller gets beside the first.
+    written into, and no second result that the caller gets beside the first; nor a copy or a reshape of which the graph
+    may tell in which order it lies in memory: a `view` can, of the value itself or of a sum of it.
 
     Args:
         largest_constant: The most bytes that a folded constant may take.
