@@ -12,9 +12,9 @@ from torch.fx import GraphModule, Node
 from regraft.core.errors import NotCovered
 from regraft.core.values import tensors_in
 from regraft.core.vocabulary import attribute
-from regraft.optimize.engines.onednn_fusions import called
-from regraft.optimize.engines.onednn_layouts import Images, anew, begins_oddly, begun_anew, dense
-from regraft.optimize.engines.onednn_values import BROADCASTING, Form, Values
+from regraft.optimize.engines.onednn_fusions import BROADCASTING, called
+from regraft.optimize.engines.onednn_layouts import Form, Images, anew, begins_oddly, begun_anew, dense
+from regraft.optimize.engines.onednn_values import Values
 from regraft.optimize.engines.written_attention import Mask, WrittenAttention
 
 Attention = Literal["fused", "in float32", "in its own type"]

@@ -14,6 +14,8 @@ from regraft.transformations._mkldnn import slower_inside
 CALLS = ("call_function", "call_method")
 PRODUCTS = {"linear", "bilinear", "matmul", "mm", "bmm", "mv", "einsum", "addmm", "baddbmm", "addmv", "addbmm"}
 """Matrix products, by the names of their functions, methods and layers."""
+ADDING = {"addmm", "baddbmm", "addmv", "addbmm"}
+"""Those that are added to their first tensor."""
 _CONVOLUTIONS = {f"conv{kind}{axes}d" for kind in ("", "transpose") for axes in (1, 2, 3)}
 _SUMS = {"add", "iadd"}
 _FACTORS = {"mul", "imul", "multiply", "div", "divide", "truedivide", "truediv", "itruediv"}
@@ -27,6 +29,15 @@ _ACTIVATIONS = {"gelu": "gelu", "silu": "swish", "tanh": "tanh"}
 POOLINGS = {f"{kind}{end}{axes}d" for kind in ("avg", "max") for end in ("pool", "_pool") for axes in (1, 2, 3)}
 """Poolings, by the names of their functions and layers."""
 _OTHERS = {"layernorm", "batchnorm", *(f"batchnorm{axes}d" for axes in (1, 2, 3)), *POOLINGS}
+BROADCASTING = {
+    *(name + end for name in ("add", "sub", "mul", "div", "masked_fill") for end in ("", "_")),
+    *(f"i{name}" for name in ("add", "sub", "mul", "truediv")),
+    *("truediv", "true_divide", "multiply", "subtract", "divide", "rsub", "pow"),
+    *("maximum", "minimum", "max", "min", "where", "softmax"),
+}
+"""Operations that are fused with tensors of their result's size alone, by the names of their functions and methods."""
+IN_PLACE = {name for name in BROADCASTING if name.endswith("_")} | {"iadd", "isub", "imul", "itruediv"}
+"""Those of them that write into their first argument."""
 _AT_MOST = 16
 """So much of what was read is remembered: more than a kernel takes."""
 _LOOKED_AT = 200

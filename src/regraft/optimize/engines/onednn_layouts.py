@@ -18,6 +18,8 @@ from regraft.optimize.engines.onednn_fusions import called
 from regraft.optimize.engines.onednn_in_place import out_of_place
 from regraft.optimize.engines.onednn_same import same_in_each_call
 
+Form = tuple[torch.Size, tuple[int, ...]]
+"""The size of a tensor, and its axes from the one with the longest step."""
 _VIEWS = {"view", "_unsafe_view", "view_as"}
 _SUMS = {"add", "add_", "iadd"}
 _CONVOLUTIONS = {"conv2d", "conv_transpose2d", "convtranspose2d"}

@@ -6,7 +6,7 @@ the products to the other: for that it has each copied first, which takes longer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,12 +74,15 @@ class Rotation:
                     return Rotation(total, straight, turned, joined, negated, half, other, sine, size)
         return None
 
-    def spelled(self, sine: Tensor | None, gm: GraphModule) -> dict[Node, Callable[[Mapping[Node, Any]], Any]]:
+    def spelled(
+        self, sine: Tensor | None, gm: GraphModule, others: Container[Node]
+    ) -> dict[Node, Callable[[Mapping[Node, Any]], Any]]:
         """The calls in another spelling, as functions of the values of the nodes; what is turned is two tensors.
 
         Args:
             sine: The sine, where it is the same in each call.
             gm: The graph.
+            others: What is spelled otherwise already: what is added to stays so.
         """
         known = None if sine is None else self._signed(sine)
         found: dict[Node, Callable[[Mapping[Node, Any]], Any]] = {
@@ -89,7 +92,7 @@ class Rotation:
             self.total: self._sum,
         }
         factors = _pair(read(self.straight, gm), MULTIPLY)
-        if factors:
+        if factors and self.straight not in others:
             found[self.straight] = lambda env: env[factors[0]] * env[factors[1]]
         return found
 

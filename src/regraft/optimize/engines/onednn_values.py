@@ -13,9 +13,13 @@ from torch.fx import GraphModule, Node
 
 from regraft.core.values import tensors_in
 from regraft.core.vocabulary import ATTENTION, Call, read
+from regraft.optimize.engines.onednn_affine import FEWER, Chains, scales_channels
 from regraft.optimize.engines.onednn_columns import of_columns_read
 from regraft.optimize.engines.onednn_contents import Contents
 from regraft.optimize.engines.onednn_fusions import (
+    ADDING,
+    BROADCASTING,
+    IN_PLACE,
     POOLINGS,
     PRODUCTS,
     begins_kernel,
@@ -28,6 +32,7 @@ from regraft.optimize.engines.onednn_fusions import (
     read_twice,
 )
 from regraft.optimize.engines.onednn_layouts import (
+    Form,
     Images,
     as_reshape,
     is_view,
@@ -42,21 +47,6 @@ from regraft.optimize.engines.onednn_pixels import Imaged, PixelLayer, RowConvol
 from regraft.optimize.engines.onednn_rotation import Rotation
 from regraft.optimize.engines.onednn_spelling import respelled, without_places
 from regraft.optimize.engines.written_attention import Mask, WrittenAttention
-
-BROADCASTING = {
-    *(name + end for name in ("add", "sub", "mul", "div", "masked_fill") for end in ("", "_")),
-    *(f"i{name}" for name in ("add", "sub", "mul", "truediv")),
-    *("truediv", "true_divide", "multiply", "subtract", "divide", "rsub", "pow"),
-    *("maximum", "minimum", "max", "min", "where", "softmax"),
-}
-"""Operations that are fused with tensors of their result's size alone, by the names of their functions and methods."""
-_IN_PLACE = {name for name in BROADCASTING if name.endswith("_")} | {"iadd", "isub", "imul", "itruediv"}
-_ADDING = {"addmm", "baddbmm", "addmv", "addbmm"}
-"""Matrix products that are added to their first tensor."""
-_FEWER = 8
-"""To read a tensor of so many times fewer elements than the result takes far less than one as large as that."""
-Form = tuple[torch.Size, tuple[int, ...]]
-"""The size of a tensor, and its axes from the one with the longest step."""
 
 
 class Values(Images):
@@ -116,6 +106,7 @@ class Values(Images):
         self.sighted: set[Any] = set()
         self._apart, self.twice = kept_apart(gm) | overwritten(gm), read_twice(gm)
         self._chains = {} if self.writes else chains(gm)
+        self._affine = Chains()
         self._contents = Contents()
         self._outside: set[Node] = set()  # what is computed so, and functions of it
         self._packs: dict[Any, Tensor] = {}
@@ -180,7 +171,7 @@ class Values(Images):
             self.viewed.update((n, *n.all_input_nodes))  # nothing is fused with what is looked at anew
         if n in self.products and result.shape[-2:-1].numel() == 1:
             self.rows.add(n)
-            if name in _ADDING and n.all_input_nodes[0] not in self.same:
+            if name in ADDING and n.all_input_nodes[0] not in self.same:
                 raise ValueError(f"{n.name} adds a product of one row to what is computed")
         call = read(n, self.gm)
         other = respelled(n, name, call, result, self.env, self.steady)
@@ -190,6 +181,7 @@ class Values(Images):
                 self.by_torch.add(n)
         self.respelled |= of_columns_read(n, self.gm, self.steady)
         self._note_rotation(n, result)
+        self._note_affine(n, call, result)
         self._note_layer(n, call)
         if (begins_kernel(n, self.gm) and n not in self.own and n not in self.rows) or self._is_inside(n):
             self._kernels.add(n)
@@ -222,11 +214,8 @@ class Values(Images):
                 self.inside[n] = inside | {a for a in images if set(a.users) <= {n, *inside}}
 
     def _is_scaled(self, n: Node, result: Tensor) -> bool:
-        if self.writes_to(n) or not is_factor(n, self.gm) or result.ndim != 4:
-            return False
         sizes = [self.forms[a][0] for a in n.all_input_nodes if a in self.forms and a not in self.steady]
-        pixels = torch.Size((*result.shape[:2], 1, 1))
-        return pixels != result.shape and sorted(sizes) == sorted((pixels, result.shape))
+        return not self.writes_to(n) and is_factor(n, self.gm) and scales_channels(result.shape, sizes)
 
     def _is_gate(self, n: Node) -> bool:
         """Whether it multiplies parts of merged layers: they have gaps, and nothing would be fused with it anyway."""
@@ -238,7 +227,7 @@ class Values(Images):
         """Whether it joins a tensor of few elements with one of many, in no kernel of a product or a convolution."""
         if self.writes_to(n) or called(n, self.gm) not in BROADCASTING - {"softmax"} or self._is_inside(n):
             return False
-        return any(_FEWER * self.forms[a][0].numel() <= result.numel() for a in n.all_input_nodes if a in self.forms)
+        return any(FEWER * self.forms[a][0].numel() <= result.numel() for a in n.all_input_nodes if a in self.forms)
 
     def _is_inside(self, n: Node) -> bool:
         before = self._kernels.intersection(n.all_input_nodes) - self.viewed
@@ -247,7 +236,7 @@ class Values(Images):
     def _note_rotation(self, n: Node, result: Tensor) -> None:
         turning = None if self.writes else Rotation.of(n, result, self.gm, self.forms)
         if turning is not None and turning.negated not in self.steady:
-            spelled = turning.spelled(self.steady.get(turning.sine), self.gm)
+            spelled = turning.spelled(self.steady.get(turning.sine), self.gm, self.respelled)
             self.respelled |= spelled
             self.by_torch.update(spelled)
             self.viewed.discard(turning.turned)  # which is two tensors now
@@ -256,6 +245,16 @@ class Values(Images):
                 self.imaged.pop(node, None)
             if turning.straight in spelled:
                 self.viewed.update((turning.straight, *turning.straight.all_input_nodes))
+
+    def _note_affine(self, n: Node, call: Call | None, result: Tensor) -> None:
+        if self.writes or self._is_inside(n) or n in self.respelled or n in self.steady:
+            return
+        spelled = self._affine.spelled(call, result, self.env)
+        if spelled is not None:
+            self.respelled[n] = spelled
+            self.by_torch.add(n)
+            self.viewed.update((n, *n.all_input_nodes))
+            self.viewed -= self._affine.open  # those are no tensors
 
     def _moved(self, n: Node, result: Tensor) -> Tensor:
         """The result, as one copy leaves it that does what several do: of an image that is convolved, channels last."""
@@ -284,7 +283,7 @@ class Values(Images):
         Args:
             n: The call.
         """
-        return called(n, self.gm) in _IN_PLACE and n not in self.renewing
+        return called(n, self.gm) in IN_PLACE and n not in self.renewing
 
     def _note_attention(self, n: Node, call: Call) -> None:
         written = WrittenAttention.of(call, self.env)
