@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from regraft.capture import caches, torch_private
+from regraft.capture.as_it_runs import AsItRuns, TooInvolved
 from regraft.capture.failures import decides_by_value, where
 from regraft.capture.own_state import changed_meanwhile
 from regraft.capture.shapes import Axes, enlarged
@@ -28,17 +27,6 @@ from regraft.capture.signature import Call
 PREFIX = "model"
 
 _LEAVES = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, bool, int, float, str, type(None))
-
-
-_LONGEST = 200
-"""Characters of a size written out, with which export is still quick. Those of convolutional networks stay below 60.
-Those of attention in windows (Swin, MaxViT) pass 250, and about Swin's export reasons for minutes."""
-_LONG = 40
-"""Characters of a size with which to look up what a call gives takes longer than to make it again."""
-
-
-class TooInvolved(Exception):
-    """The sizes hang together in so involved a way that export cannot make out how, or would take minutes to."""
 
 
 class Seen:
@@ -76,7 +64,7 @@ class Flat(nn.Module):
         args, kwargs = self.call.rebuild(leaves)
         model = self._modules[PREFIX]
         assert model is not None
-        with changed_meanwhile(model) as changed, _AsItRuns(self.quick):
+        with changed_meanwhile(model) as changed, AsItRuns(self.quick):
             result = model(*args, **kwargs)
         self.seen.changed = changed
         flat, spec = torch_private.tree_flatten(caches.unfold(result))
@@ -87,68 +75,6 @@ class Flat(nn.Module):
                     f"the model returns a {type(leaf).__name__}, which pytree cannot take apart: unsupported output"
                 )
         return tuple(flat)
-
-
-class _AsItRuns(TorchFunctionMode):
-    """What export is not told: facts about functions that its own tensors, which have no memory, do not show.
-
-    Keys and values of attention are of one length: torch does not ask, and reads beyond the shorter of them. A cache
-    whose keys and values are inputs of their own would otherwise have two lengths in the graph.
-
-    Dropout of an eval model returns its input, strides and all. Export takes the result for contiguous, and leaves out
-    a `contiguous` behind it.
-
-    A tensor whose `.data` is assigned is for export what it was before, which nothing would tell.
-
-    Args:
-        quick: whether to give up where sizes are too involved.
-    """
-
-    def __init__(self, quick: bool) -> None:
-        super().__init__()
-        self.quick = quick
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function is F.scaled_dot_product_attention:
-            key, value = _keys_and_values(*args, **kwargs)
-            torch._check(key.shape[-2] == value.shape[-2], lambda: "attention to keys and values of two lengths")
-        if function in _DROPOUTS:
-            value, training = _dropped(*args, **kwargs)
-            if training is False:
-                return torch.ops.aten.alias.default(value)
-        if function == _SET_DATA:  # which is made anew each time it is asked for
-            raise NotImplementedError("what is assigned to the .data of a tensor does not reach its readers in a graph")
-        result = function(*args, **kwargs)
-        if self.quick and isinstance(result, torch.Tensor):
-            _expect_simple_sizes(result)
-        return result
-
-
-def _expect_simple_sizes(value: torch.Tensor) -> None:
-    """Give up at a size that is too involved; from one on that is fairly so, do without what is slow for such."""
-    for size in value.shape:
-        text = "" if type(size) is int else str(size)
-        if len(text) > _LONGEST:
-            raise TooInvolved(f"a size is {text[:60]}... of those of the inputs")
-        if len(text) > _LONG:
-            torch_private.remember_no_calls(value)
-
-
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_DROPOUTS: frozenset[Any] = frozenset(
-    [F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout]
-    + [torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout]
-)
-
-
-def _dropped(input: Any, p: Any = 0.5, training: Any = True, *_: Any, train: Any = True, **__: Any) -> tuple[Any, bool]:  # noqa: A002
-    del p
-    return input, training and train
-
-
-def _keys_and_values(_: Any = None, key: Any = None, value: Any = None, *__: Any, **___: Any) -> tuple[Any, Any]:
-    return key, value
 
 
 def _with_names(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:

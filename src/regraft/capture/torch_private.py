@@ -27,6 +27,10 @@ tree_unflatten = pytree.tree_unflatten
 tree_leaves = pytree.tree_leaves
 
 
+pack_padded_sequence: Any = getattr(torch._VF, "_pack_padded_sequence", None)
+"""What `torch.nn.utils.rnn.pack_padded_sequence` calls; where it is not known, export says what it trips over."""
+
+
 def is_leaf(spec: TreeSpec) -> bool:
     """Whether a tree is a single value."""
     return bool(spec.is_leaf())

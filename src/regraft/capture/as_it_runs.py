@@ -1,0 +1,103 @@
+"""What export is not told of a model as it runs, and what it need not find out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from regraft.capture import torch_private
+
+_LONGEST = 200
+"""Characters of a size written out, with which export is still quick. Those of convolutional networks stay below 60.
+Those of attention in windows (Swin, MaxViT) pass 250, and about Swin's export reasons for minutes."""
+_LONG = 40
+"""Characters of a size with which to look up what a call gives takes longer than to make it again."""
+
+
+class TooInvolved(Exception):
+    """The sizes hang together in so involved a way that export cannot make out how, or would take minutes to."""
+
+
+class AsItRuns(TorchFunctionMode):
+    """What export is not told: facts about functions that its own tensors, which have no memory, do not show.
+
+    Keys and values of attention are of one length: torch does not ask, and reads beyond the shorter of them. A cache
+    whose keys and values are inputs of their own would otherwise have two lengths in the graph.
+
+    Dropout of an eval model returns its input, strides and all. Export takes the result for contiguous, and leaves out
+    a `contiguous` behind it.
+
+    The numbers of `torch.arange(1, 4).tolist()` are no values of the inputs. Norms over all axes but the first are
+    written so.
+
+    A tensor whose `.data` is assigned is for export what it was before, which nothing would tell. A packed sequence has
+    as many rows as its lengths say.
+
+    Args:
+        quick: whether to give up where sizes are too involved.
+    """
+
+    def __init__(self, quick: bool) -> None:
+        super().__init__()
+        self.quick = quick
+        self._known: Any = WeakTensorKeyDictionary()  # of such tensors the numbers, and how often they were written to
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention:
+            key, value = _keys_and_values(*args, **kwargs)
+            torch._check(key.shape[-2] == value.shape[-2], lambda: "attention to keys and values of two lengths")
+        if function in _DROPOUTS:
+            value, training = _dropped(*args, **kwargs)
+            if training is False:
+                return torch.ops.aten.alias.default(value)
+        if function == _SET_DATA:  # which is made anew each time it is asked for
+            raise NotImplementedError("what is assigned to the .data of a tensor does not reach its readers in a graph")
+        if function is torch_private.pack_padded_sequence:
+            raise NotImplementedError("a packed sequence has as many rows as the values of its lengths say")
+        numbers = self._numbers(args[0]) if function in _READING else None
+        if isinstance(numbers, int):
+            return numbers
+        result = function(*args, **kwargs)
+        if function is torch.arange and not kwargs and all(type(number) is int for number in args):
+            self._known[result] = range(*args), result._version
+        elif numbers is not None:  # `tolist` takes them apart so
+            self._known.update({one: (number, one._version) for one, number in zip(result, numbers)})
+        if self.quick and isinstance(result, torch.Tensor):
+            _expect_simple_sizes(result)
+        return result
+
+    def _numbers(self, tensor: torch.Tensor) -> range | int | None:
+        numbers, version = self._known.get(tensor, (None, 0))
+        return numbers if numbers is not None and tensor._version == version else None
+
+
+def _expect_simple_sizes(value: torch.Tensor) -> None:
+    """Give up at a size that is too involved; from one on that is fairly so, do without what is slow for such."""
+    for size in value.shape:
+        text = "" if type(size) is int else str(size)
+        if len(text) > _LONGEST:
+            raise TooInvolved(f"a size is {text[:60]}... of those of the inputs")
+        if len(text) > _LONG:
+            torch_private.remember_no_calls(value)
+
+
+_READING = (torch.Tensor.unbind, torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.__index__)
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_DROPOUTS: frozenset[Any] = frozenset(
+    [F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout]
+    + [torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout]
+)
+
+
+def _dropped(input: Any, p: Any = 0.5, training: Any = True, *_: Any, train: Any = True, **__: Any) -> tuple[Any, bool]:  # noqa: A002
+    del p
+    return input, training and train
+
+
+def _keys_and_values(_: Any = None, key: Any = None, value: Any = None, *__: Any, **___: Any) -> tuple[Any, Any]:
+    return key, value
