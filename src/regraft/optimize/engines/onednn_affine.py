@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from regraft.core.vocabulary import ADD, ADD_IN_PLACE, MULTIPLY, Call
-from regraft.optimize.engines.onednn_layouts import order
+from regraft.optimize.engines.onednn_layouts import anew, order
 from regraft.optimize.engines.onednn_single import TYPES, Env
 
 FEWER = 8
@@ -31,21 +31,24 @@ _Step = Callable[[Any, Tensor], "_Affine"]
 
 @dataclass(frozen=True)
 class _Affine:
-    """`value * factor + shift`, of which nothing large is computed yet."""
+    """`value * factor + shift`, of which nothing large is computed yet.
+
+    What is made of few elements is looked at anew: oneDNN Graph would fuse it, with constants that it cannot compile.
+    """
 
     value: Tensor
     factor: Tensor
     shift: Tensor | None = None
 
     def scaled(self, factor: Tensor) -> _Affine:
-        shift = None if self.shift is None else self.shift * factor
-        return replace(self, factor=self.factor * factor, shift=shift)
+        shift = None if self.shift is None else anew(self.shift * factor)
+        return replace(self, factor=anew(self.factor * factor), shift=shift)
 
     def shifted(self, shift: Tensor) -> _Affine:
-        return replace(self, shift=shift if self.shift is None else self.shift + shift)
+        return replace(self, shift=shift if self.shift is None else anew(self.shift + shift))
 
     def with_itself(self, _: Tensor) -> _Affine:
-        return replace(self, factor=self.factor + 1)
+        return replace(self, factor=anew(self.factor + 1))
 
     def computed(self) -> Tensor:
         return self.value * self.factor if self.shift is None else torch.addcmul(self.shift, self.value, self.factor)
