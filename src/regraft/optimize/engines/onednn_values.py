@@ -254,7 +254,7 @@ class Values(Images):
             self.respelled[n] = spelled
             self.by_torch.add(n)
             self.viewed.update((n, *n.all_input_nodes))
-            self.viewed -= self._affine.open  # those are no tensors
+            self.viewed -= self._affine.open.intersection(n.all_input_nodes)  # those are no tensors
 
     def _moved(self, n: Node, result: Tensor) -> Tensor:
         """The result, as one copy leaves it that does what several do: of an image that is convolved, channels last."""
