@@ -140,10 +140,17 @@ def of_pixels(x: Tensor) -> Tensor:
     return x.reshape(2, 20, 8, 12)
 
 
+def of_tokens(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().view(2, 20, 8, 12)
+
+
 IMAGES: dict[str, tuple[nn.Module, Tensor, int]] = {
     "of windows": (Convolved(channels_first), weight(2, 16, 6, 20), 1),
     "of pixels": (Convolved(of_pixels), weight(8, 24, 20), 1),
     "there and back": (Convolved(lambda x: of_pixels(pixels(x).sin()), first=True), weight(2, 20, 8, 12), 2),
+    "of tokens": (Convolved(of_tokens), weight(2, 96, 20), 0),
+    "of tokens, turned": (Convolved(lambda x: of_tokens(x).transpose(2, 3).contiguous()), weight(2, 96, 20), 1),
+    "of tokens, with one copy": (Convolved(lambda x: x.mT.unflatten(2, (8, 12)).contiguous()), weight(2, 96, 20), 0),
     "with its channels last": (
         Convolved(lambda x: grid(channels_first(x)).permute(0, 3, 1, 2)),
         weight(2, 16, 6, 20),
@@ -161,6 +168,7 @@ def test_an_image_that_is_convolved_is_moved_to_where_the_convolution_has_it(nam
     forms = Forms(symbolic_trace(module), [x])
     graph: Any = torch.jit.trace(forms, (x, *forms.beside), check_trace=False).inlined_graph
     assert len(graph.findAllNodes("aten::index_select")) == moves
+    assert moves or not graph.findAllNodes("aten::contiguous")
     last = next(node for node in forms.known.forms if node.name == "last").all_input_nodes[0]
     assert forms.known.forms[last][1] == (0, 2, 3, 1)
     run = built(module, x)
@@ -168,6 +176,19 @@ def test_an_image_that_is_convolved_is_moved_to_where_the_convolution_has_it(nam
         expected = copy.deepcopy(module).double()(given.double())
         error, own = ((result.double() - expected).abs().max() for result in (run([given])[0], module(given)))
         assert error <= 4 * own + 1e-6
+
+
+class Given(Convolved):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        image = of_tokens(x)
+        return image, self.last(image)
+
+
+def test_an_image_that_the_caller_gets_is_a_copy() -> None:
+    x = weight(2, 96, 20).clone()
+    image, _ = built(Given(of_tokens), x)([x])
+    assert torch.equal(image, of_tokens(x))
+    assert image.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
 
 
 def test_what_no_convolution_reads_keeps_its_order() -> None:

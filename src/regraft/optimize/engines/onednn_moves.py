@@ -2,7 +2,7 @@
 
 torch rolls along one axis after the other, by joining two parts, on one core. And where windows are put together to an
 image, and that is cut into others, as in MaxViT, or an image into pixels of one place each, as in MobileViT, each
-reshape is a copy.
+reshape is a copy. Tokens of which a `contiguous` makes an image lie as a convolution has it: they are not moved at all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
-from regraft.optimize.engines.onednn_fusions import called
+from regraft.optimize.engines.onednn_fusions import begins_kernel, called
 
 _COPYING = {"reshape", "flatten", "contiguous", "clone"}
 _LAYING = {"view", "unflatten", "permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", *_COPYING}
@@ -28,7 +28,7 @@ _LARGEST = 1 << 25
 
 
 def chains(gm: GraphModule) -> dict[Node, list[Node]]:
-    """Calls in a row that lay the elements of a value otherwise, and may copy them more than once: by their last one.
+    """Calls in a row that lay the elements of a value otherwise, and may copy them: by their last one.
 
     Args:
         gm: The graph.
@@ -38,7 +38,7 @@ def chains(gm: GraphModule) -> dict[Node, list[Node]]:
         if called(node, gm) in {"roll", *_LAYING} and node.args and isinstance(node.args[0], Node):
             before = found.pop(node.args[0], []) if len(node.args[0].users) == 1 else []
             found[node] = [*before, node]
-    return {last: chain for last, chain in found.items() if _rolls(chain, gm) or _copies(chain, gm) > 1}
+    return {last: chain for last, chain in found.items() if _rolls(chain, gm) or _copies(chain, gm)}
 
 
 def _rolls(chain: Sequence[Node], gm: GraphModule) -> bool:
@@ -56,14 +56,15 @@ class Move:
     Args:
         chain: The calls.
         given: The axes of what is moved, from the one with the longest step; the elements of a row are along the last.
-        places: Where the rows of the result are, among those.
+        places: Where the rows of the result are, among those; None where each is where it was, and nobody can tell
+            the result from a copy.
         size: The size of the result, with its axes in the order in which they lie,
         laid: which is this.
     """
 
     chain: list[Node]
     given: tuple[int, ...]
-    places: Tensor
+    places: Tensor | None
     size: torch.Size
     laid: tuple[int, ...]
 
@@ -84,6 +85,8 @@ class Move:
             numbers: The numbers that are made of sizes.
             layouts: The axes of the result, the same way: as it lies, and as it would be copied again.
         """
+        if len(layouts) < 2 and _copies(chain, gm) < 2 and not _rolls(chain, gm):
+            return None
         size, axes = form
         sizes = {other for node in chain for other in node.all_input_nodes[1:]}
         width = size[axes[-1]] if size.numel() else 0
@@ -104,7 +107,9 @@ class Move:
             rows = result.reshape(-1, width)
             places = rows[:, 0] // width
             if torch.equal(rows, places[:, None] * width + torch.arange(width)):
-                return Move(chain, axes, places, result.shape, laid)
+                read = all(begins_kernel(user, gm) for user in chain[-1].users)
+                stay = read and torch.equal(places, torch.arange(len(places)))
+                return Move(chain, axes, None if stay else places, result.shape, laid)
         return None
 
     @property
@@ -114,8 +119,9 @@ class Move:
 
     def _compute(self, env: Mapping[Node, Any]) -> Tensor:
         given = _as_given(self.chain[-1], env).permute(self.given)
-        rows = given.reshape(-1, given.shape[-1])
-        return rows.index_select(0, self.places).view(self.size).permute(_back(self.laid))
+        if self.places is not None:
+            given = given.reshape(-1, given.shape[-1]).index_select(0, self.places)
+        return given.reshape(self.size).permute(_back(self.laid))
 
 
 def _back(axes: Sequence[int]) -> list[int]:
