@@ -6,6 +6,8 @@ import copy
 import itertools
 import operator
 import pickle
+import sys
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -711,6 +713,13 @@ def test_what_cannot_be_captured_names_the_line(capture: Any) -> None:
     with pytest.raises(CaptureError, match=r"test_trace\.py:\d+, in forward:\n    if y\.sum\(\) > 0") as caught:
         capture(Opaque())
     assert caught.value.__cause__ is not None
+
+
+def test_what_was_typed_into_a_notebook_names_the_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))  # which has no file
+    typed = type("Typed", (Opaque,), {"__module__": "__main__"})
+    with pytest.raises(CaptureError, match=r"in forward:\n    if y\.sum\(\) > 0.*\n.*\n.*optimize the parts"):
+        trace(typed(), (torch.randn(2, 3),))
 
 
 @pytest.fixture

@@ -23,7 +23,8 @@ _CURES = (
         ("DataDependent", "data-dependent", "Could not guard", "Could not extract specialized"),
         (
             "the model decides by the value of a tensor, which a graph cannot do; replace the decision by torch.where "
-            "or torch.cond, or pass the argument that the model would otherwise compute"
+            "or torch.cond, pass the argument that the model would otherwise compute, or optimize the parts that do not "
+            "decide, each by itself: model.encoder = regraft.optimize(model.encoder, *its_call).model"
         ),
     ),
     (
@@ -197,7 +198,7 @@ def _chain(error: BaseException | None) -> list[TracebackType]:
 def _source(module: nn.Module) -> str:
     try:
         return inspect.getsourcefile(type(module)) or ""
-    except TypeError:
+    except (TypeError, OSError):  # a class of C, or one that was typed into a notebook
         return ""
 
 
