@@ -23,8 +23,8 @@ _CURES = (
         ("DataDependent", "data-dependent", "Could not guard", "Could not extract specialized"),
         (
             "the model decides by the value of a tensor, which a graph cannot do; replace the decision by torch.where "
-            "or torch.cond, pass the argument that the model would otherwise compute, or optimize the parts that do not "
-            "decide, each by itself: model.encoder = regraft.optimize(model.encoder, *its_call).model"
+            "or torch.cond, pass the argument that the model would otherwise compute, or optimize the parts that do "
+            "not decide, each by itself: model.encoder = regraft.optimize(model.encoder, *its_call).model"
         ),
     ),
     (
