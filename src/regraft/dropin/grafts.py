@@ -102,7 +102,7 @@ class Grafts:
             return result if cache is None else filling.fill(cache, result)
         if refused is not None:
             return self._leave(f"{_first_line(refused)}", key="sizes", call=call)
-        return self._leave("none of its graphs was captured for it", call=call)
+        return self._leave("no graph that pays was captured for it", call=call)
 
     def check(self, model: nn.Module) -> str | None:
         """Look whether the model is still what was captured; where it is not, its graphs are never used again.
