@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import regraft as rg
@@ -69,6 +70,96 @@ def test_a_range_of_a_size_that_varies_does_not_become_that_of_the_example() -> 
     assert torch.equal(gm(-X), model(-X))
     with pytest.raises(NotCovered):
         gm(torch.cat((X, X)))
+
+
+class Padded(nn.Module):
+    """A convolution over time that pads as EnCodec's does: by numbers in buffers, and by what is left of the length."""
+
+    def __init__(self, persistent: bool = False) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(4, 5, 3, stride=2)
+        for name, number in {"reach": 3, "stride": 2, "padding": 1}.items():
+            self.register_buffer(name, torch.tensor(number), persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[-1]
+        frames = torch.ceil((length - self.reach + self.padding) / self.stride + 1).to(torch.int64) - 1
+        beyond = frames * self.stride + self.reach - self.padding - length
+        if length <= max(self.padding, beyond):
+            x = F.pad(x, (0, 1))
+        left, right = self.padding // 2, self.padding - self.padding // 2 + beyond
+        padded: Tensor = self.conv(F.pad(input=x, pad=[left, right], mode="reflect"))
+        return padded
+
+
+def test_numbers_of_a_layer_are_no_values_of_the_inputs() -> None:
+    model = Padded().eval()
+    x = torch.randn(1, 4, 8)
+    gm = rg.trace(model, (x,), dynamic_shapes="auto")
+    for other in (-x, torch.randn(3, 4, 8)):
+        assert torch.equal(gm(other), model(other))
+    with pytest.raises(NotCovered, match="size 9, expected 8"):  # its padding is that of the example's length
+        gm(torch.randn(1, 4, 9))
+    odd = torch.randn(2, 4, 9)
+    assert torch.equal(rg.trace(model, (odd,))(-odd), model(-odd))
+
+
+class PaddedByZeros(Padded):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pad(x, (self.padding, x.shape[-1] // self.stride))
+
+
+def test_a_size_that_is_computed_with_them_may_vary_where_nothing_is_decided_by_it() -> None:
+    model = PaddedByZeros().eval()
+    gm = rg.trace(model, (torch.randn(1, 4, 8),), dynamic_shapes="auto")
+    for other in (torch.randn(3, 4, 8), torch.randn(1, 4, 9)):
+        assert torch.equal(gm(other), model(other))
+
+
+def test_numbers_that_a_checkpoint_has_are() -> None:
+    with pytest.raises(CaptureError, match="decides by the value of a tensor"):
+        rg.trace(Padded(persistent=True).eval(), (torch.randn(1, 4, 8),))
+
+
+class Counted(Padded):
+    def forward(self, x: Tensor) -> Tensor:
+        self.reach.add_(1)
+        return super().forward(x) if self.reach > 0 else x
+
+
+class Drawn(Padded):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pad(x, (0, int(torch.rand_like(self.reach.float()).mul(9).ceil())))
+
+
+class Measured(Padded):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pad(x, (0, int((self.reach + x.sum()).ceil())))
+
+
+class Rounded(Padded):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.tensor(1.3), persistent=False)  # another number after `.half()`
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pad(x, (0, int(self.factor * 3)))
+
+
+@pytest.mark.parametrize("kind", [Counted, Drawn, Measured, Rounded])
+def test_numbers_that_are_written_drawn_rounded_or_computed_of_inputs_are(kind: type[Padded]) -> None:
+    with pytest.raises(CaptureError, match="decides by the value of a tensor"):
+        rg.trace(kind().eval(), (torch.randn(1, 4, 8),))
+
+
+def test_a_number_of_a_layer_that_is_written_to_later_is_seen() -> None:
+    model, x = Padded().eval(), torch.randn(2, 4, 8)
+    result = rg.optimize(model, (x,), keep="all", engine="eager")
+    with torch.no_grad():
+        assert torch.allclose(result.model(-x), model(-x), atol=1e-5)
+        model.padding.add_(1)
+        assert model(x).shape[-1] > result.graph_module(x).shape[-1]
+        assert torch.equal(result.model(x), model(x))
 
 
 class Packed(nn.Module):

@@ -205,6 +205,22 @@ def test_the_storage_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch_private.storage_of(x) != torch_private.storage_of(x)
 
 
+def test_tensors_have_values_outside_of_the_modes_of_export(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[bool] = []
+
+    class Looks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch_private.outside_of_modes():
+                found.append(type(torch.arange(2)) is torch.Tensor and torch.arange(2).tolist() == [0, 1])
+            return x + 1
+
+    torch.export.export(Looks(), (torch.ones(2),), strict=False)
+    assert found == [True]
+    monkeypatch.delattr(torch_private.dispatch, "_disable_current_modes")
+    with torch_private.outside_of_modes():
+        assert torch.arange(2).tolist() == [0, 1]
+
+
 def test_keywords_in_export() -> None:
     class Keywords(nn.Module):
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

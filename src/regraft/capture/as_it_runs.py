@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from regraft.capture import torch_private
+from regraft.capture.known_numbers import KnownNumbers
 
 _LONGEST = 200
 """Characters of a size written out, with which export is still quick. Those of convolutional networks stay below 60.
@@ -31,20 +31,21 @@ class AsItRuns(TorchFunctionMode):
     Dropout of an eval model returns its input, strides and all. Export takes the result for contiguous, and leaves out
     a `contiguous` behind it.
 
-    The numbers of `torch.arange(1, 4).tolist()` are no values of the inputs. Norms over all axes but the first are
-    written so.
+    The numbers of `torch.arange(1, 4).tolist()` are no values of the inputs, nor are those that a layer keeps as
+    buffers. Norms over all axes but the first, and paddings of convolutions, are written so.
 
     A tensor whose `.data` is assigned is for export what it was before, which nothing would tell. A packed sequence has
     as many rows as its lengths say.
 
     Args:
         quick: whether to give up where sizes are too involved.
+        known: the numbers that are known.
     """
 
-    def __init__(self, quick: bool) -> None:
+    def __init__(self, quick: bool, known: KnownNumbers) -> None:
         super().__init__()
         self.quick = quick
-        self._known: Any = WeakTensorKeyDictionary()  # of such tensors the numbers, and how often they were written to
+        self.known = known
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -59,21 +60,16 @@ class AsItRuns(TorchFunctionMode):
             raise NotImplementedError("what is assigned to the .data of a tensor does not reach its readers in a graph")
         if function is torch_private.pack_padded_sequence:
             raise NotImplementedError("a packed sequence has as many rows as the values of its lengths say")
-        numbers = self._numbers(args[0]) if function in _READING else None
-        if isinstance(numbers, int):
-            return numbers
+        number = self.known.read(function, args)
+        if number is not None:
+            return number
+        if function is F.pad:
+            args, kwargs = tuple(map(self.known.instead, args)), {k: self.known.instead(v) for k, v in kwargs.items()}
         result = function(*args, **kwargs)
-        if function is torch.arange and not kwargs and all(type(number) is int for number in args):
-            self._known[result] = range(*args), result._version
-        elif numbers is not None:  # `tolist` takes them apart so
-            self._known.update({one: (number, one._version) for one, number in zip(result, numbers)})
+        self.known.follow(function, args, kwargs, result)
         if self.quick and isinstance(result, torch.Tensor):
             _expect_simple_sizes(result)
         return result
-
-    def _numbers(self, tensor: torch.Tensor) -> range | int | None:
-        numbers, version = self._known.get(tensor, (None, 0))
-        return numbers if numbers is not None and tensor._version == version else None
 
 
 def _expect_simple_sizes(value: torch.Tensor) -> None:
@@ -86,7 +82,6 @@ def _expect_simple_sizes(value: torch.Tensor) -> None:
             torch_private.remember_no_calls(value)
 
 
-_READING = (torch.Tensor.unbind, torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.__index__)
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _DROPOUTS: frozenset[Any] = frozenset(
     [F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout]

@@ -19,6 +19,7 @@ from torch import nn
 from regraft.capture import caches, torch_private
 from regraft.capture.as_it_runs import AsItRuns, TooInvolved
 from regraft.capture.failures import decides_by_value, where
+from regraft.capture.known_numbers import KnownNumbers, constants_of
 from regraft.capture.own_state import changed_meanwhile
 from regraft.capture.shapes import Axes, enlarged
 from regraft.capture.signature import Call
@@ -58,13 +59,15 @@ class Flat(nn.Module):
         self.call = call
         self.seen = seen
         self.quick = quick
+        self.constants = constants_of(model)
         self.__dict__["forward"] = _with_names(self._run, call.names)
 
     def _run(self, *leaves: Any) -> tuple[Any, ...]:
         args, kwargs = self.call.rebuild(leaves)
         model = self._modules[PREFIX]
         assert model is not None
-        with changed_meanwhile(model) as changed, AsItRuns(self.quick):
+        known = KnownNumbers((getattr(module, name), value) for module, name, value in self.constants)
+        with changed_meanwhile(model) as changed, AsItRuns(self.quick, known):
             result = model(*args, **kwargs)
         self.seen.changed = changed
         flat, spec = torch_private.tree_flatten(caches.unfold(result))

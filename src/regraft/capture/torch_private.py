@@ -9,6 +9,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from torch.multiprocessing import reductions
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils import _python_dispatch as dispatch
 from torch.utils import _pytree as pytree
 
 TreeSpec = pytree.TreeSpec
@@ -29,6 +31,11 @@ tree_leaves = pytree.tree_leaves
 
 pack_padded_sequence: Any = getattr(torch._VF, "_pack_padded_sequence", None)
 """What `torch.nn.utils.rnn.pack_padded_sequence` calls; where it is not known, export says what it trips over."""
+
+
+def outside_of_modes() -> AbstractContextManager[Any]:
+    """Where tensors have values though export runs; without it they have none, and export refuses to read them."""
+    return getattr(dispatch, "_disable_current_modes", contextlib.nullcontext)()
 
 
 def is_leaf(spec: TreeSpec) -> bool:
