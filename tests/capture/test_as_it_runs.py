@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import regraft as rg
 from helpers import Wrap
+from regraft.capture.known_numbers import KnownNumbers
 from regraft.core.errors import CaptureError, NotCovered
 
 X = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
@@ -29,7 +30,15 @@ def one_by_one(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("sizes", [None, "auto"])
-@pytest.mark.parametrize("function", [centred, one_by_one, lambda x: x * torch.arange(4).unbind()[3].item()])
+@pytest.mark.parametrize(
+    "function",
+    [
+        centred,
+        one_by_one,
+        lambda x: x * torch.arange(4).unbind()[3].item(),
+        lambda x: x + F.pad(torch.arange(3), (1, 0)),  # a range stays a tensor where it is one
+    ],
+)
 def test_the_numbers_of_a_range_are_no_values_of_the_inputs(function: Any, sizes: str | None) -> None:
     gm = rg.trace(Wrap(lambda _, x: function(x)), (X,), dynamic_shapes=sizes)
     for x in (X, -2 * X) if sizes is None else (X, torch.cat((X, 3 * X))):
@@ -150,6 +159,17 @@ class Rounded(Padded):
 def test_numbers_that_are_written_drawn_rounded_or_computed_of_inputs_are(kind: type[Padded]) -> None:
     with pytest.raises(CaptureError, match="decides by the value of a tensor"):
         rg.trace(kind().eval(), (torch.randn(1, 4, 8),))
+
+
+def test_what_is_computed_with_an_unknown_number_that_is_given_by_name_is_unknown() -> None:
+    three, unknown = torch.tensor(3), torch.tensor(1)
+    known = KnownNumbers([(three, three)])
+    for function, given in {torch.add: {"other": unknown}, torch.neg: {"out": unknown}}.items():
+        result = function(three, **given)
+        known.follow(function, (three,), given, result)
+        assert known.read(Tensor.item, (result,)) is None
+    known.follow(torch.neg, (three,), {}, unknown)
+    assert known.read(Tensor.item, (unknown,)) == -3
 
 
 def test_a_number_of_a_layer_that_is_written_to_later_is_seen() -> None:

@@ -73,14 +73,14 @@ class KnownNumbers:
             return function(maker())
 
     def instead(self, value: Any) -> Any:
-        """The number in place of a tensor that holds a known one, of a tuple or a list its numbers.
+        """The number in place of a tensor that is a known one, in tuples and lists, too.
 
         Args:
             value: anything.
         """
         if isinstance(value, (tuple, list)):
             return [self.instead(one) for one in value]
-        number = self.read(Tensor.item, (value,))
+        number = self.read(Tensor.item, (value,)) if isinstance(value, Tensor) and value.dim() == 0 else None
         return value if number is None else number
 
     def follow(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -99,7 +99,7 @@ class KnownNumbers:
                 self._note(one, lambda index=index: maker().unbind(*args[1:], **kwargs)[index])  # type: ignore[misc]
         elif function in _ARITHMETIC and any(isinstance(arg, Tensor) for arg in args):
             makers = [self._maker(arg) if isinstance(arg, Tensor) else _plain(arg) for arg in args]
-            if None not in makers:
+            if None not in makers and None not in map(_plain, kwargs.values()):
                 self._note(result, lambda: function(*(maker() for maker in makers if maker), **kwargs))
 
     def _note(self, tensor: Tensor, maker: Maker) -> None:
@@ -111,4 +111,5 @@ class KnownNumbers:
 
 
 def _plain(argument: Any) -> Maker | None:
-    return None if isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool)) else lambda: argument
+    varies = isinstance(argument, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
+    return None if varies else lambda: argument

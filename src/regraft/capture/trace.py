@@ -37,8 +37,8 @@ def trace(
         model: the model, in the mode in which the graph is to be used: dropout is gone from that of an eval model.
             A graph module is returned as it is, as regraft's.
         args: positional arguments, tensors or nested containers of them.
-        kwargs: keyword arguments. What is no tensor is fixed in the graph, and so are whole numbers that the model reads
-            from buffers of its own that are in no checkpoint.
+        kwargs: keyword arguments. What is no tensor is fixed in the graph, and so are whole numbers that the model
+            reads from buffers of its own that are in no checkpoint.
         dynamic_shapes: which sizes may differ from the example's. None: none may. `"auto"`: all that can; where export
             fails so, or would reason for minutes (Swin), the first axes that can, and where it fails again, none.
             Otherwise a form of `torch.export.export`.
