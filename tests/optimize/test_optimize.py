@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -758,6 +759,14 @@ def test_the_bar_is_for_terminals_and_for_what_takes_long(monkeypatch) -> None:
     assert "one" in written(Terminal(), 0.0)
     assert written(Terminal(), 10.0) == ""
     assert written(io.StringIO(), 0.0) == ""
+
+
+@pytest.mark.parametrize("stream", [None, SimpleNamespace(write=print)])
+def test_nothing_is_shown_where_there_is_no_terminal_to_ask(monkeypatch, stream: object) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)  # as in a service, or where a program logs what is printed
+    with Progress(1, delay=0.0) as progress:
+        progress.next("one")
+    assert progress.done == 0
 
 
 def test_what_cannot_be_copied_is_said() -> None:

@@ -24,8 +24,8 @@ class Progress:
         self.done = 0
         self.text = ""
         self._delay = delay
-        self._stream = sys.stderr  # as it is now: what is captured meanwhile may be silenced
-        self._shown = self._stream.isatty()
+        self._stream = sys.stderr  # as it is now: what is captured meanwhile may be silenced; None without a console
+        self._shown = getattr(self._stream, "isatty", lambda: False)()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._draw, daemon=True)
 
