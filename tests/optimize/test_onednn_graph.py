@@ -795,6 +795,12 @@ def test_a_largest_element_is_not_of_the_size_of_the_others() -> None:
     torch.testing.assert_close(built(module, x)([x])[0], module(x))
 
 
+@pytest.mark.parametrize("of", [lambda x: torch.arange(x.shape[0]).repeat(2, 1), lambda x: x.transpose(0, 1)[::2]])
+def test_the_largest_element_of_what_is_always_the_same_or_lies_oddly(of: Function) -> None:
+    module, x = Of(lambda x: x * (torch.max(of(x)) + 1) - of(x).min()), weight(*SIZE)
+    torch.testing.assert_close(built(module, x)([x])[0], module(x))
+
+
 class Grown(nn.Module):
     """Operators in a row, each with the places of the values that it reads; the last value is the result."""
 

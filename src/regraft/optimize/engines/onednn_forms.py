@@ -193,6 +193,8 @@ def _to_enlarge(node: Node, values: Values) -> dict[Node, Form]:
     form = values.forms.get(node)
     if form is None or not given:
         return {}
+    if not form[0] and any(values.forms[a][0] for a in given):  # the largest element of a tensor
+        return {}
     several, twice = len(given) > 1, values.twice.get(node, ())
     if values.writes_to(node):  # what is written to has to stay what it is
         del given[0]
