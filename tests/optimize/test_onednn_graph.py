@@ -795,6 +795,29 @@ def test_a_largest_element_is_not_of_the_size_of_the_others() -> None:
     torch.testing.assert_close(built(module, x)([x])[0], module(x))
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: ((x > 0) == True) & True,  # noqa: E712
+        lambda x: torch.where(x > 0, True, x < -1) | False,
+        lambda x: torch.where(x > 0, x, False),
+        lambda x: (x > 0).masked_fill(x > 1, False),
+        lambda x: (x > 0).masked_fill(mask=x > 1, value=False),
+        lambda x: (x > 0).masked_fill_(x > 1, False),
+        lambda x: torch.scatter(x > 0, -1, x.argmax(-1, keepdim=True), True),
+        lambda x: (x > 0).scatter_(-1, x.argmin(-1, keepdim=True), value=True),
+        lambda x: torch.full_like(x > 0, True, pin_memory=False) ^ (x > 0),
+        lambda x: (x > 0).new_full((2, 3), True),
+    ],
+)
+def test_true_and_false_among_numbers(function: Function) -> None:
+    module, x = Of(function), weight(*SIZE)
+    for given in (x, -x):
+        (found,) = built(module, x)([given])
+        assert found.dtype == function(given).dtype
+        assert torch.equal(found, function(given))
+
+
 @pytest.mark.parametrize("of", [lambda x: torch.arange(x.shape[0]).repeat(2, 1), lambda x: x.transpose(0, 1)[::2]])
 def test_the_largest_element_of_what_is_always_the_same_or_lies_oddly(of: Function) -> None:
     module, x = Of(lambda x: x * (torch.max(of(x)) + 1) - of(x).min()), weight(*SIZE)

@@ -25,6 +25,10 @@ from regraft.optimize.engines.onednn_single import TYPES, Env, Spelling, from_en
 _POOLING = {"max_pool2d", "avg_pool2d"}
 _CLAMPING = {"clamp", "clip"}
 _EXTREMES: dict[str, Any] = {"max": torch.amax, "min": torch.amin}
+_KEEPING = {*(name + end for name in ("masked_fill", "scatter", "index_fill", "fill") for end in ("", "_"))}
+_KEEPING |= {"full_like", "new_full", "eq", "ne", "lt", "le", "gt", "ge"}
+_COMBINING = {"and_", "or_", "xor", "where"}
+_FILLED_WITH = ("value", "fill_value")
 
 
 def respelled(node: Node, name: str, call: Call | None, result: Tensor, env: Env, steady: Env) -> Spelling | None:
@@ -63,9 +67,8 @@ def respelled(node: Node, name: str, call: Call | None, result: Tensor, env: Env
         return _with_its_step(node)
     if name in _CLAMPING:
         return _clamped(node, env)
-    if name == "masked_fill":
-        return _filled_nowhere(node, result, env, steady)
-    return None
+    nowhere = _filled_nowhere(node, result, env, steady) if name == "masked_fill" else None
+    return nowhere or _without_booleans(node, name)
 
 
 def _gelu_by_tanh(given: Node, env: Env) -> Tensor:
@@ -203,6 +206,29 @@ def _filled_nowhere(node: Node, result: Tensor, env: Env, steady: Env) -> Spelli
         return None
     size: Any = env[given].shape
     return (lambda env: env[given]) if size == result.shape else None
+
+
+def _without_booleans(node: Node, name: str) -> Spelling | None:
+    """A call that is given True or False as a number: among numbers TorchScript has no form for them.
+
+    Where the type of the result does not depend on it, a whole number has; elsewhere a tensor.
+    """
+    if name not in _KEEPING | _COMBINING:
+        return None
+    instead: Any = int if name in _KEEPING else torch.tensor
+    args = [instead(value) if type(value) is bool else value for value in node.args]
+    kwargs = {k: instead(v) if type(v) is bool and k in _FILLED_WITH else v for k, v in node.kwargs.items()}
+    if all(map(operator.is_, (*args, *kwargs.values()), (*node.args, *node.kwargs.values()))):
+        return None
+    target: Any = node.target
+
+    def compute(env: Env) -> Tensor:
+        (first, *others), named = map_arg((args, kwargs), env.__getitem__)
+        function = getattr(first, target) if node.op == "call_method" else partial(target, first)
+        result: Tensor = function(*others, **named)
+        return result
+
+    return compute
 
 
 def without_places(node: Node) -> Callable[[Env], tuple[Tensor, None]] | None:

@@ -177,7 +177,7 @@ class Values(Images):
         other = respelled(n, name, call, result, self.env, self.steady)
         if other is not None:
             self.respelled[n] = other
-            if name == "masked_fill":  # it is what it is given
+            if name == "masked_fill":  # it is what it is given, or a mask itself
                 self.by_torch.add(n)
         self.respelled |= of_columns_read(n, self.gm, self.steady)
         self._note_rotation(n, result)
