@@ -806,8 +806,8 @@ def test_a_largest_element_is_not_of_the_size_of_the_others() -> None:
         lambda x: (x > 0).masked_fill_(x > 1, False),
         lambda x: torch.scatter(x > 0, -1, x.argmax(-1, keepdim=True), True),
         lambda x: (x > 0).scatter_(-1, x.argmin(-1, keepdim=True), value=True),
-        lambda x: torch.full_like(x > 0, True, pin_memory=False) ^ (x > 0),
-        lambda x: (x > 0).new_full((2, 3), True),
+        lambda x: (x > 0).index_fill(0, torch.tensor([0]), True),
+        lambda x: ((x > 0) != False) ^ True,  # noqa: E712
     ],
 )
 def test_true_and_false_among_numbers(function: Function) -> None:

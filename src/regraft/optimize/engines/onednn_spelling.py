@@ -25,10 +25,8 @@ from regraft.optimize.engines.onednn_single import TYPES, Env, Spelling, from_en
 _POOLING = {"max_pool2d", "avg_pool2d"}
 _CLAMPING = {"clamp", "clip"}
 _EXTREMES: dict[str, Any] = {"max": torch.amax, "min": torch.amin}
-_KEEPING = {*(name + end for name in ("masked_fill", "scatter", "index_fill", "fill") for end in ("", "_"))}
-_KEEPING |= {"full_like", "new_full", "eq", "ne", "lt", "le", "gt", "ge"}
+_KEEPING = {"eq", "ne", *(name + end for name in ("masked_fill", "scatter", "index_fill") for end in ("", "_"))}
 _COMBINING = {"and_", "or_", "xor", "where"}
-_FILLED_WITH = ("value", "fill_value")
 
 
 def respelled(node: Node, name: str, call: Call | None, result: Tensor, env: Env, steady: Env) -> Spelling | None:
@@ -217,7 +215,7 @@ def _without_booleans(node: Node, name: str) -> Spelling | None:
         return None
     instead: Any = int if name in _KEEPING else torch.tensor
     args = [instead(value) if type(value) is bool else value for value in node.args]
-    kwargs = {k: instead(v) if type(v) is bool and k in _FILLED_WITH else v for k, v in node.kwargs.items()}
+    kwargs = {name: instead(value) if type(value) is bool else value for name, value in node.kwargs.items()}
     if all(map(operator.is_, (*args, *kwargs.values()), (*node.args, *node.kwargs.values()))):
         return None
     target: Any = node.target
