@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import json
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -158,6 +159,29 @@ def test_structure_and_plain_values(model: Model, x: torch.Tensor, key: str, cha
     result = verify(model, spoilt(model, key, change), (x,))
     assert not result.ok
     assert says in str(result)
+
+
+@pytest.mark.parametrize("empty", [[], {}, (), types.SimpleNamespace()])
+def test_what_is_empty_is_missed(empty: Any) -> None:
+    x = torch.ones(2)
+    having, lacking = (lambda x: {"x": x, "none": empty}), (lambda x: {"x": x})
+    assert verify(having, having, (x,)).ok
+    assert "output['none'] is missing" in str(verify(having, lacking, (x,)))
+    assert "output['none'] is not an output of the reference" in str(verify(lacking, having, (x,)))
+    assert not verify(having, lambda x: {"x": x, "none": [x]}, (x,)).ok
+    assert not verify(lambda x: {"x": x, "none": [x]}, having, (x,)).ok
+
+
+@pytest.mark.parametrize("empty", [[], {}])
+def test_what_is_empty_is_missed_in_what_is_given(empty: Any) -> None:
+    def putting(given: dict[str, Any], sub: list[Any]) -> Any:
+        given["none"] = sub
+        return given["x"] + 1
+
+    x = torch.ones(2)
+    found = verify(putting, lambda given, sub: given["x"] + 1, ({"x": x}, empty))
+    assert "args[0]['none'] after the call is missing" in str(found)
+    assert verify(putting, putting, ({"x": x}, empty)).ok
 
 
 def test_the_class_of_the_output(model: Model, x: torch.Tensor) -> None:

@@ -68,8 +68,10 @@ def _structure(own: Tree, other: Tree, suffix: str) -> list[str]:
             kind = type(other.leaves[name]).__name__
             problems.append(f"{name}{suffix} is a {kind} where the reference gives a {cls.__name__}")
     known, theirs = own.leaves | own.containers, other.leaves | other.containers
-    problems += [f"{name}{suffix} is missing" for name in own.leaves if name not in theirs and _top(name, theirs)]
-    problems += [f"{name}{suffix} is not an output of the reference" for name in other.leaves if name not in known]
+    missing = [name for name in (*own.leaves, *own.empty) if name not in theirs and _top(name, theirs)]
+    problems += [f"{name}{suffix} is missing" for name in missing]
+    added = [name for name in (*other.leaves, *other.empty) if name not in known]
+    problems += [f"{name}{suffix} is not an output of the reference" for name in added]
     problems += [
         f"{name}{suffix} is a {other.containers[name].__name__} where the reference gives a {type(leaf).__name__}"
         for name, leaf in own.leaves.items()
@@ -96,7 +98,7 @@ def _changed(before: Tree, own: Tree, other: Tree) -> tuple[Tree, Tree]:
         if _identical(value, own.leaves[name]) and _identical(value, other.leaves[name])
     }
     kept = [{n: v for n, v in tree.leaves.items() if n not in same} for tree in (own, other)]
-    return Tree(kept[0], dict(own.containers)), Tree(kept[1], dict(other.containers))
+    return Tree(kept[0], dict(own.containers), own.empty), Tree(kept[1], dict(other.containers), other.empty)
 
 
 def _written(own: Run, candidate: Run) -> tuple[Tree, Tree, list[str]]:

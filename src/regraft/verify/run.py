@@ -92,6 +92,7 @@ def inputs_tree(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
     named = tree_of(kwargs, "kwargs")
     tree.leaves.update(named.leaves)
     tree.containers.update(named.containers)
+    tree.empty.extend(named.empty)
     return tree
 
 

@@ -34,10 +34,14 @@ class Opaque:
 
 @dataclass
 class Tree:
-    """What a value holds: its leaves and its containers, by a name such as `output.logits` or `output[0]`."""
+    """What a value holds: its leaves and its containers, by a name such as `output.logits` or `output[0]`.
+
+    Those of the containers that are empty, and so are behind no leaf's name, it names again.
+    """
 
     leaves: dict[str, object] = field(default_factory=dict)
     containers: dict[str, type] = field(default_factory=dict)
+    empty: list[str] = field(default_factory=list)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The leaves that are tensors, with their names."""
@@ -79,6 +83,8 @@ def _walk(value: object, name: str, tree: Tree, above: set[int]) -> None:
         tree.leaves[name] = Opaque(type(value))
         return
     tree.containers[name] = type(value)
+    if not children:
+        tree.empty.append(name)
     for suffix, child in children:
         _walk(child, name + suffix, tree, above | {id(value)})
 
