@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 import regraft as rg
 from regraft.dropin import grafts_of
+from regraft.dropin.contents import Contents
 from regraft.optimize import optimize
 from regraft.optimize.side_effects import side_effects
 
@@ -477,8 +478,8 @@ def test_of_many_names_some_are_given() -> None:
 
 
 def test_what_turns_out_to_be_in_no_graph_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(model: nn.Module, attributes: Any) -> nn.Module:
-        raise rg.CaptureError(f"not {list(attributes)} of {type(model).__name__}")
+    def refuse(model: nn.Module, attributes: Any, contents: Contents) -> nn.Module:
+        raise rg.CaptureError(f"not {list(attributes)} of {type(model).__name__}, {contents}")
 
     monkeypatch.setattr(sys.modules["regraft.optimize.subjects"], "returning", refuse)
     result, x = optimized(model := Reversible().eval(), drawn()), drawn()
@@ -521,7 +522,7 @@ def test_a_model_whose_forward_is_not_all_of_a_call(change: Any) -> None:
 def test_a_model_that_sets_nothing_is_called_once_to_know_it() -> None:
     model, counted = Pair(), []
     model.forward = lambda x: counted.append(1) or model.compute(x)
-    assert side_effects(model, ((drawn(),), {})) == ({}, [], {})
+    assert side_effects(model, ((drawn(),), {})) == ({}, [], {}, Contents())
     assert len(counted) == 1
 
 

@@ -17,6 +17,7 @@ from regraft.capture.codegen import CallingCodeGen
 from regraft.capture.own_state import Attribute, set_attribute
 from regraft.core.fx_private import codegen_of
 from regraft.core.values import tensors_in
+from regraft.dropin.contents import Contents
 
 _Kind = tuple[torch.dtype, torch.device, int]
 
@@ -50,6 +51,7 @@ class Entry:
         ignores: Attributes that the model sets itself as it runs, and with which the graph has nothing to do.
         sets: Attributes that it sets and the graph returns, in a list beside the result, and whether each is a
             `torch.Size`, which a graph returns as a tuple.
+        contents: What it puts into the lists and dictionaries that it is given, and the graph returns in that list.
 
     Attributes:
         fills: Whether a cache that is given can be filled from its result, as far as is known.
@@ -63,11 +65,13 @@ class Entry:
         sample: Mapping[str, Any],
         ignores: frozenset[Attribute] = frozenset(),
         sets: Mapping[Attribute, bool] | None = None,
+        contents: Contents | None = None,
     ) -> None:
         self.name = name
         self.gm = gm
         self.ignores = ignores
         self.sets = dict(sets or {})
+        self.contents = contents or Contents()
         self.form = tuple(_slot(name, value) for name, value in sample.items())
         self.names = tuple(slot.name for slot in self.form)
         self.engine: Any = None
@@ -127,22 +131,26 @@ class Entry:
                 _expect_finite(name, tensor, strictly, self.engine is not None and self.engine.own_threads)
         return self.gm.forward(**call) if self.engine is None else self.engine(call, unchanged)
 
-    def leave(self, model: nn.Module, result: Any) -> Any:
-        """Set on a model what its forward sets.
+    def leave(self, model: nn.Module, call: Mapping[str, Any], result: Any) -> Any:
+        """Set on a model what its forward sets, and put into what it is given what it puts there.
 
         Args:
             model: The model.
+            call: The call.
             result: What the graph returned.
 
         Returns:
             The result of the model.
+
+        Raises:
+            NotCovered: One container was given twice.
         """
-        if not self.sets:
+        if not self.sets and not self.contents.filled:
             return result
         result, values = result
         for (attribute, is_size), value in zip(self.sets.items(), values):
             set_attribute(model, attribute, torch.Size(value) if is_size else value)
-        return result
+        return self.contents.put(call, values[len(self.sets) :], result)
 
 
 def floats(value: Any) -> Sequence[Tensor]:

@@ -85,7 +85,7 @@ class Grafts:
             if not entry.matches(call) or (cache is not None and not entry.fills):
                 continue
             try:
-                result = entry.leave(model, entry.run(call, unchanged))
+                result = entry.leave(model, call, entry.run(call, unchanged))
             except NotCovered as error:
                 refused = error
                 continue
@@ -260,7 +260,7 @@ class Grafts:
             return NOTHING
         for entry in self.entries:
             if entry.matches(call) and entry.holds(call):
-                result = entry.leave(model, entry.gm.forward(**call))
+                result = entry.leave(model, call, entry.gm.forward(**call))
                 if cache is not None and not _has_cache(result):
                     return NOTHING
                 return result if cache is None else filling.fill(cache, result)

@@ -14,6 +14,7 @@ from regraft.capture import caches, filling
 from regraft.capture.own_state import Attribute
 from regraft.core.mutation import Mutations, weights_written
 from regraft.dropin import Reader
+from regraft.dropin.contents import Contents, Given, with_own_containers
 from regraft.optimize.presets import LARGE, OTHER_KERNELS
 from regraft.optimize.shorter import shorter_call
 from regraft.optimize.side_effects import with_values
@@ -44,6 +45,7 @@ class Graph:
         more: Further calls of the same form, to verify with.
         ignores: Attributes that the model sets itself as it runs, and with which the graph has nothing to do.
         sets: Attributes that the model sets itself as it runs, and that the graph returns; see `Entry`.
+        contents: What the model puts into what it is given, and the graph returns.
         like: The graph of the same layers whose rewrites this one gets, unmeasured; None for one of its own.
         reader: Reads its calls for a drop-in and its engines; None where they are not of a module.
         seconds: How long the call takes.
@@ -58,6 +60,7 @@ class Graph:
     more: tuple[Inputs, ...] = ()
     ignores: frozenset[Attribute] = frozenset()
     sets: dict[Attribute, bool] = field(default_factory=dict)
+    contents: Contents = field(default_factory=Contents)
     like: str | None = None
     reader: Reader | None = None
     seconds: float = 0.0
@@ -124,12 +127,12 @@ class Graph:
         args, kwargs = inputs = (shorter and self.shorter) or self.inputs
         if self.cache is not None:
             return lambda: program(*args, **{**kwargs, "past_key_values": filling.twin(self.cache)})
-        if self.writes_inputs or self._before:
+        if self.writes_inputs or self._before or self.contents.filled:
             return lambda: self._run_as_first(program, inputs)
         return lambda: program(*args, **kwargs)
 
     def _run_as_first(self, program: Callable[..., Any], inputs: Inputs) -> object:
-        args, kwargs = inputs_in_precision(inputs, None) if self.writes_inputs else inputs
+        args, kwargs = inputs_in_precision(inputs, None) if self.writes_inputs else with_own_containers(inputs)
         for buffer, value in self._before:
             if not torch.equal(buffer, value):  # it may be a weight of the caller's, which is only taken for written
                 buffer.copy_(value)
@@ -151,8 +154,11 @@ class Graph:
             return True
 
         def called(*args: Any, **kwargs: Any) -> Any:
-            result = dropin(*args, **kwargs)
-            return with_values(dropin, self.sets, result) if self.sets else result
+            if not self.sets and not self.contents.filled:
+                return dropin(*args, **kwargs)
+            args, kwargs = with_own_containers((args, kwargs))
+            given = Given(self.named(*args, **kwargs))
+            return with_values(dropin, self.sets, self.contents, given, dropin(*args, **kwargs))
 
         bound = {"factor": OTHER_KERNELS, **bound}  # an engine may run it
         return verify(self.oracle, called, *self.inputs, vary_sizes=False, vary_values=False, **bound).ok

@@ -1,7 +1,8 @@
-"""What a forward leaves on its model for others to read: an attention map, an auxiliary loss, the sizes of its input.
+"""What a forward leaves for others to read: on its model an attention map, say, and what it puts into a dictionary.
 
-A graph computes results alone. Such values are made further results of it, which its drop-in sets where the model does.
-Buffers that a model makes when it is first called, as ConViT its table of distances, its drop-in has from the start.
+A graph computes results alone. Such values are made further results of it, which its drop-in leaves where the model
+does. Buffers that a model makes when it is first called, as ConViT its table of distances, its drop-in has from the
+start.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from regraft.capture.own_state import (
     spelled,
     used_meanwhile,
 )
+from regraft.capture.transformers_adapter import is_pretrained
 from regraft.capture.untouched import untouched, values_kept
+from regraft.dropin import Reader
+from regraft.dropin.contents import Contents, Given, with_own_containers
 from regraft.dropin.model import KEY
 from regraft.optimize.presets import LARGE
 from regraft.verify.precise import inputs_in_precision
@@ -40,7 +44,7 @@ _NAMED = 8
 
 
 class SideEffects(NamedTuple):
-    """What calls leave on a model.
+    """What calls leave behind.
 
     Args:
         sets: The attributes that each call sets before it reads them, whatever they were, and whether each is a
@@ -48,32 +52,43 @@ class SideEffects(NamedTuple):
         others: The names of what else changes from one call to the next, which no graph can do.
         made: The buffers that the first call puts in the place of others, whatever the values of its inputs, and that
             later ones leave.
+        contents: What each call puts into the lists and dictionaries that it is given.
     """
 
     sets: dict[Attribute, bool]
     others: list[str]
     made: dict[Attribute, Tensor]
+    contents: Contents = Contents()
 
 
 def side_effects(model: nn.Module, inputs: Inputs) -> SideEffects:
-    """What calls leave on a model: nothing, of one that cannot be called, or has no memory for its weights.
+    """What calls leave behind: nothing, of a model that cannot be called, or has no memory for its weights.
 
     Args:
         model: The model, which is as it was afterwards.
         inputs: A call of it.
     """
     try:
-        return _found(model, inputs)
+        if not is_pretrained(model):
+            return _found(model, inputs)
+        # what a model of transformers sets on itself it reads itself
+        given = bool(Given(Reader(model).read(*inputs)))
+        return SideEffects({}, [], {}, _contents(model, inputs) if given else Contents())
     except Exception:  # whatever a model raises; its capture says what is wrong
         return SideEffects({}, [], {})
+
+
+def _contents(model: nn.Module, inputs: Inputs) -> Contents:
+    with torch.no_grad(), untouched(model), values_kept(_weights(model)):
+        return _call(model, inputs)
 
 
 def _found(model: nn.Module, inputs: Inputs) -> SideEffects:
     with torch.no_grad(), untouched(model), values_kept(_weights(model)):
         with set_meanwhile(model) as assigned, changed_meanwhile(model) as first:
-            _call(model, inputs)
+            contents = _call(model, inputs)
         if not assigned and not first:
-            return SideEffects({}, [], {})
+            return SideEffects({}, [], {}, contents)
         # once more: what is made on the first call, and kept, is there now
         with used_meanwhile(model, assigned) as used, changed_meanwhile(model) as changed:
             _call(model, inputs)
@@ -81,7 +96,7 @@ def _found(model: nn.Module, inputs: Inputs) -> SideEffects:
         made = {each: _value(model, each) for each in _buffers(model) if spelled(each) in first - changed}
     sets = {each: isinstance(value, torch.Size) for each, value in values.items() if _is_returnable(value)}
     known = {spelled(each) for each in sets} | {each for each in changed if each.rpartition(".")[2] == KEY}
-    return SideEffects(sets, sorted(changed - known), _made_of_no_value(model, inputs, made) if made else {})
+    return SideEffects(sets, sorted(changed - known), _made_of_no_value(model, inputs, made) if made else {}, contents)
 
 
 def _buffers(model: nn.Module) -> Iterator[Attribute]:
@@ -108,7 +123,7 @@ def _is_same(other: Any, buffer: Any) -> bool:
 
 
 def remarks(found: SideEffects) -> Iterator[str]:
-    """What to say of what a model leaves on itself.
+    """What to say of what a model leaves behind.
 
     Args:
         found: That.
@@ -117,6 +132,9 @@ def remarks(found: SideEffects) -> Iterator[str]:
         yield f"the model makes {_some(found.made)} when it is first called: the drop-in has that from the start"
     if found.sets:
         yield f"the model sets {_some(found.sets)} as it runs: the graph returns that too, the drop-in sets it"
+    if found.contents.filled:
+        changed = _listed(list(found.contents.names))
+        yield f"the model changes {changed} of what it is given: the graph returns that too, the drop-in puts it there"
     if found.others:
         lost = (
             f"the model changes {_listed(found.others)} from one call to the next, which no graph does: "
@@ -146,17 +164,22 @@ def having(made: dict[Attribute, Tensor], model: nn.Module) -> nn.Module:
     return model
 
 
-def returning(model: nn.Module, attributes: Collection[Attribute]) -> nn.Module:
-    """A model whose forward returns what it has set as well: a pair of its result and a list of values.
+def returning(model: nn.Module, attributes: Collection[Attribute], contents: Contents) -> nn.Module:
+    """A model whose forward returns what it leaves behind as well: a pair of its result and a list of values.
+
+    What it is given is left as it was.
 
     Args:
         model: The model; the other one has its layers and weights.
         attributes: What is set.
+        contents: What is put into what it is given.
     """
-    base = type(model)
+    base, reader = type(model), Reader(model)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
-        return with_values(self, attributes, base.forward(self, *args, **kwargs))
+        args, kwargs = with_own_containers((args, kwargs)) if contents.filled else (args, kwargs)
+        given = Given(reader.read(args, kwargs))
+        return with_values(self, attributes, contents, given, base.forward(self, *args, **kwargs))
 
     namespace = {
         "__module__": base.__module__,
@@ -169,16 +192,21 @@ def returning(model: nn.Module, attributes: Collection[Attribute]) -> nn.Module:
     return other
 
 
-def with_values(model: nn.Module, attributes: Collection[Attribute], result: Any) -> tuple[Any, list[Any]]:
+def with_values(
+    model: nn.Module, attributes: Collection[Attribute], contents: Contents, given: Given, result: Any
+) -> tuple[Any, list[Any]]:
     """The pair that the forward of `returning` returns.
 
     Args:
         model: The model, which has been called.
         attributes: What it sets.
+        contents: What it puts into what it is given.
+        given: That, looked at before the call.
         result: Its result.
     """
     values = [_value(model, attribute) for attribute in attributes]
-    return result, [tuple(value) if isinstance(value, torch.Size) else value for value in values]
+    values = [tuple(value) if isinstance(value, torch.Size) else value for value in values]
+    return result, [*values, *contents.values(given)]
 
 
 def _weights(model: nn.Module) -> list[Tensor]:
@@ -187,9 +215,12 @@ def _weights(model: nn.Module) -> list[Tensor]:
     return [*model.buffers(), *(parameters if sum(p.nbytes for p in parameters) <= LARGE else [])]
 
 
-def _call(model: nn.Module, inputs: Inputs) -> None:
+def _call(model: nn.Module, inputs: Inputs) -> Contents:
+    """What a call makes of the containers that it is given, if a graph can return that."""
     args, kwargs = inputs_in_precision(inputs, None)
-    model(*args, **kwargs)
+    given = Given(Reader(model).read(args, kwargs))
+    contents = given.contents(model(*args, **kwargs))
+    return contents if _can_return(model) and all(map(_is_returnable, contents.values(given))) else Contents()
 
 
 def _value(model: nn.Module, attribute: Attribute) -> Any:

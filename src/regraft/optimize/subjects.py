@@ -26,6 +26,7 @@ from regraft.core.errors import CaptureError
 from regraft.core.expect import expect_call
 from regraft.core.graph_module import GraphModule, adopt
 from regraft.dropin import Entry, Reader, expect_counted, share
+from regraft.dropin.contents import Contents
 from regraft.optimize.axes import axes_of
 from regraft.optimize.graphs import Graph
 from regraft.optimize.observing import beyond_the_window, calls_of_generate
@@ -198,7 +199,7 @@ def _captured(
     first = calls[0]
     inputs = reader.apart(first)
     shapes = axes_of(twin, first) if dynamic_shapes == "auto" and is_pretrained(twin) else dynamic_shapes
-    sets, others, made = side_effects(twin, inputs) if not is_pretrained(twin) else SideEffects({}, [], {})
+    sets, others, made, contents = side_effects(twin, inputs)
     reference: Any = oracle.reference
     if made:
         having(made, twin)
@@ -206,17 +207,18 @@ def _captured(
         oracle = _oracle(reference)
     with used_meanwhile(twin, own) as used:
         try:
-            gm = trace(returning(twin, sets) if sets else twin, *inputs, dynamic_shapes=shapes)
+            leaves = bool(sets or contents.filled)
+            gm = trace(returning(twin, sets, contents) if leaves else twin, *inputs, dynamic_shapes=shapes)
         except CaptureError:
-            if not sets:
+            if not leaves:
                 raise
-            gm = trace(twin, *inputs, dynamic_shapes=shapes)  # what it sets is what no graph can return
-            sets, others = {}, sorted({*others, *map(spelled, sets)})
+            gm = trace(twin, *inputs, dynamic_shapes=shapes)  # what it leaves is what no graph can return
+            sets, others, contents = {}, sorted({*others, *map(spelled, sets)}), Contents()
     ignores = frozenset(own - used.keys()).union(sets)
-    if sets:
-        oracle = _oracle(returning(reference, sets))
-    notes += remarks(SideEffects(sets, others, made))
-    graph = Graph(name, gm, inputs, oracle, ignores=ignores, sets=sets, reader=reader)
+    if sets or contents.filled:
+        oracle = _oracle(returning(reference, sets, contents))
+    notes += remarks(SideEffects(sets, others, made, contents))
+    graph = Graph(name, gm, inputs, oracle, ignores=ignores, sets=sets, contents=contents, reader=reader)
     with untouched(twin), values_kept(graph.written):
         _expect_to_run(graph)
         seconds = _seconds_of(graph)

@@ -197,7 +197,7 @@ class Work:
     def install(self) -> None:
         """Make the drop-in, with every graph that is right."""
         self.entries = {
-            graph.name: Entry(graph.name, graph.gm, graph.call, graph.ignores, graph.sets)
+            graph.name: Entry(graph.name, graph.gm, graph.call, graph.ignores, graph.sets, graph.contents)
             for graph in self.graphs
             if graph.name not in self.verdicts
         }
@@ -280,7 +280,7 @@ class Work:
             verdict=self.verdicts[graph.name],
             benchmark=self.benchmarks.get(graph.name),
             engine=self.engines.get(graph.name),
-            sets=tuple(map(spelled, graph.sets)),
+            sets=(*map(spelled, graph.sets), *graph.contents.names),
         )
 
     def _model(self) -> Any:

@@ -1,0 +1,207 @@
+"""What a forward puts into the lists and dictionaries that it is given, as those of sentence-transformers do.
+
+A graph computes results alone. What is put there is made further results of it, and the drop-in puts them there.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from regraft.core.errors import NotCovered
+
+Path = tuple[Any, ...]
+"""Where something is: the name of an argument, and keys and indices from there."""
+
+_CONTAINERS = (dict, OrderedDict, list)
+
+
+class Filled(NamedTuple):
+    """A container that a call changes.
+
+    Args:
+        path: Where it is in the call.
+        entries: The keys that it has afterwards, in order, each with that under which its entry was there before, in a
+            tuple, which is empty where the entry is new.
+    """
+
+    path: Path
+    entries: tuple[tuple[Any, tuple[Any, ...]], ...]
+
+
+class Contents(NamedTuple):
+    """What a call makes of the containers that it is given; empty where it leaves them as they are.
+
+    Args:
+        filled: The containers that it changes.
+        returned: Where those are in the result, if they are returned, and where in the call.
+    """
+
+    filled: tuple[Filled, ...] = ()
+    returned: tuple[tuple[Path, Path], ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What is new, as one writes it: `features['sentence_embedding']`; or the container, where nothing in it is."""
+        names: list[str] = []
+        for path, entries in self.filled:
+            names += [spelled((*path, key)) for key, before in entries if not before] or [spelled(path)]
+        return tuple(names)
+
+    def values(self, given: Given) -> list[Any]:
+        """What a call has put in.
+
+        Args:
+            given: The containers, looked at before the call.
+
+        Returns:
+            What is new in each container, and a remark if what was put in is not what this says.
+        """
+        found = given.filled()
+        values = [given.now(path)[key] for path, entries in found for key, before in entries if not before]
+        return values if found == self.filled else [*values, "other entries"]
+
+    def put(self, call: Mapping[str, Any], values: Sequence[Any], result: Any) -> Any:
+        """Put into the containers of a call what belongs there.
+
+        Args:
+            call: The call, by name.
+            values: What is new.
+            result: What the call returns.
+
+        Returns:
+            The result, with the containers in it that the model returns.
+
+        Raises:
+            NotCovered: One container was given twice.
+        """
+        containers = [_at(call, container.path) for container in self.filled]
+        if len(set(map(id, containers))) < len(containers):
+            raise NotCovered("a container was given twice")
+        before = list(map(_items, containers))
+        new = iter(values)
+        for container, items, (_, entries) in zip(containers, before, self.filled):
+            now = {key: items[old[0]] if old else next(new) for key, old in entries}
+            container.clear()
+            if isinstance(container, list):
+                container.extend(now.values())
+            else:
+                container.update(now)
+        for path, source in self.returned:
+            result = _with(result, path, _at(call, source))
+        return result
+
+
+class Given:
+    """The containers of a call, and what is in them before it.
+
+    Args:
+        call: The call, by name.
+    """
+
+    def __init__(self, call: Mapping[str, Any]) -> None:
+        found = list(_containers(call, ()))
+        paths = [id(container) for _, container in found]
+        # nobody could tell where to put what, if another call gives two
+        self._containers = {path: each for path, each in found if paths.count(id(each)) == 1}
+        self._before = {path: _items(container) for path, container in self._containers.items()}
+
+    def __bool__(self) -> bool:
+        return bool(self._containers)
+
+    def now(self, path: Path) -> dict[Any, Any]:
+        """What is in a container.
+
+        Args:
+            path: Where the container is.
+        """
+        return _items(self._containers[path])
+
+    def filled(self) -> tuple[Filled, ...]:
+        """The containers in which there is something else by now."""
+        return tuple(
+            Filled(path, entries)
+            for path, before in self._before.items()
+            if (entries := _entries(before, self.now(path))) != tuple((key, (key,)) for key in before)
+        )
+
+    def contents(self, result: Any) -> Contents:
+        """What a call has made of them.
+
+        Args:
+            result: What the call returned.
+        """
+        filled = self.filled()
+        given = {id(self._containers[container.path]): container.path for container in filled}
+        within = _containers({"": result}, ())
+        return Contents(filled, tuple((path[1:], given[id(each)]) for path, each in within if id(each) in given))
+
+
+def spelled(path: Path) -> str:
+    """A path as it would be written.
+
+    Args:
+        path: The path.
+
+    Example:
+        >>> spelled(("features", "hidden", 0))
+        "features['hidden'][0]"
+    """
+    return str(path[0]) + "".join(f"[{key!r}]" for key in path[1:])
+
+
+def with_own_containers(value: Any) -> Any:
+    """Arguments of a call with lists and dictionaries of their own, and what is in them as it was.
+
+    Args:
+        value: Positional arguments, named ones, or one of them.
+    """
+    return _with_own(value, {})
+
+
+def _with_own(value: Any, copies: dict[int, Any]) -> Any:
+    if type(value) not in (*_CONTAINERS, tuple):
+        return value
+    if id(value) not in copies:
+        items = {key: _with_own(part, copies) for key, part in _items(value).items()}
+        copies[id(value)] = type(value)(items if isinstance(value, dict) else items.values())
+    return copies[id(value)]
+
+
+def _containers(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    if path and type(value) in _CONTAINERS:
+        yield path, value
+    if type(value) in (*_CONTAINERS, tuple) or not path:
+        for key, part in _items(value).items():
+            yield from _containers(part, (*path, key))
+
+
+def _items(container: Any) -> dict[Any, Any]:
+    return dict(container if isinstance(container, Mapping) else enumerate(container))
+
+
+def _entries(before: dict[Any, Any], now: dict[Any, Any]) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
+    keys = {id(value): key for key, value in before.items()}
+    return tuple(
+        (key, (key,) if key in before and before[key] is value else (keys[id(value)],) if id(value) in keys else ())
+        for key, value in now.items()
+    )
+
+
+def _at(value: Any, path: Path) -> Any:
+    for key in path:
+        value = value[key]
+    return value
+
+
+def _with(result: Any, path: Path, container: Any) -> Any:
+    """A result with a container in its place; the graph has made all around it."""
+    if not path:
+        return container
+    first, *rest = path
+    part = _with(result[first], tuple(rest), container)
+    if isinstance(result, tuple):
+        return (*result[:first], part, *result[first + 1 :])
+    result[first] = part
+    return result
