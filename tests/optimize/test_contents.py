@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import BatchEncoding
 
 import regraft as rg
 from regraft.dropin import grafts_of
@@ -83,6 +84,8 @@ CALLS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Any]]]
     "list": (Replaced, lambda n: {"x": [_x(n), _x(n)]}),
     "moved": (Moved, lambda n: {"x": _x(n), "states": [_x(n), _x(n)]}),
     "two": (Moved, lambda n: {"x": _x(n), "states": [_x(n)], "more": {"x": _x(n), "unread": _x(n), "z": 3}}),
+    "user": (Features, lambda n: {"features": UserDict(x=_x(n), kind="text")}),
+    "encoding": (Features, lambda n: {"features": BatchEncoding({"x": _x(n), "mask": torch.ones(n, 5)})}),
     "nested": (Nested, lambda n: {"batch": {"pair": (_x(n), {"unread": _x(n)})}}),
     "empties": (Empties, lambda n: {"features": {"x": _x(n)}}),
 }
@@ -144,6 +147,17 @@ def test_what_is_returned_is_what_was_given() -> None:
     assert found is states
     assert within["more"] is more
     assert more["old"] is kept
+
+
+def test_what_a_tokenizer_says_beside_the_tensors_stays() -> None:
+    model = _randomised(Features())
+    dropin = optimize(model, (BatchEncoding({"x": _x()}),), keep="all", seconds=0.02).model
+    features = BatchEncoding({"x": _x()}, n_sequences=2)
+    wanted = model.compute(features["x"])
+    with torch.inference_mode():
+        assert dropin(features) is features
+    assert features.n_sequences == 2
+    torch.testing.assert_close(features["tokens"], wanted)
 
 
 def test_the_names_are_said_and_returned_by_the_graph(tmp_path: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from regraft.capture import caches, torch_private, transformers_adapter
+from regraft.capture import caches, torch_private, transformers_adapter, user_dicts
 from regraft.capture.constraints import Constraints
 from regraft.core.errors import NotCovered
 
@@ -52,6 +52,7 @@ def _load_spec(packed: Any) -> Any:
     """A structure from a file, whose classes this process may not have met: caches are made known on first sight."""
     if packed:
         kind, _, children = packed
+        user_dicts.make_known()
         transformers_adapter.register_container(kind)
         for child in children:
             _load_spec(child)

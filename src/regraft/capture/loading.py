@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from regraft.capture import transformers_adapter
+from regraft.capture import transformers_adapter, user_dicts
 from regraft.core.errors import CaptureError
 
 _KIND = re.compile(r'\\"type\\": \\"(transformers\.[\w.]+)\\"')
@@ -53,6 +53,7 @@ def load_program(path: str | Path) -> torch.export.ExportedProgram:
 
 
 def _make_known(path: str | Path) -> None:
+    user_dicts.make_known()
     if not zipfile.is_zipfile(path):
         return
     with zipfile.ZipFile(path) as archive:
@@ -63,5 +64,6 @@ def _make_known(path: str | Path) -> None:
             found = getattr(importlib.import_module(module), name, None)
         except ImportError as error:
             raise ImportError(f"{path} holds a {kind}: pip install 'regraft[hf]' ({error})") from error
+        user_dicts.make_known()
         if isinstance(found, type):
             transformers_adapter.register_container(found)

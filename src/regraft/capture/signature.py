@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from regraft.capture import caches, torch_private
+from regraft.capture import caches, torch_private, user_dicts
 from regraft.capture.calling import Argument
 from regraft.core.errors import CaptureError
+from regraft.core.values import tensors_in
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ def take_apart(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(f"{type(model).__name__}.forward cannot be called with these arguments: {error}") from None
+    user_dicts.make_known()
     call = Call([], 0, set(), [], [], [], [], set())
     for name, parameter in signature.parameters.items():
         _take_parameter(call, name, parameter, bound.arguments)
@@ -167,7 +169,7 @@ def _refuse_opaque(name: str, value: Any) -> None:
     inside = getattr(value, "__dict__", None)
     if isinstance(value, nn.Module) or not isinstance(inside, dict):
         return
-    if any(isinstance(part, torch.Tensor) for part in inside.values()):
+    if tensors_in(inside):
         raise CaptureError(
             f"the argument {name} is a {type(value).__name__}, an object with tensors inside that cannot be taken "
             f"apart; register its class with torch.utils._pytree.register_pytree_node, or pass the tensors themselves"

@@ -5,7 +5,8 @@ A graph computes results alone. What is put there is made further results of it,
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import copy
+from collections import OrderedDict, UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,8 +14,6 @@ from regraft.core.errors import NotCovered
 
 Path = tuple[Any, ...]
 """Where something is: the name of an argument, and keys and indices from there."""
-
-_CONTAINERS = (dict, OrderedDict, list)
 
 
 class Filled(NamedTuple):
@@ -82,12 +81,7 @@ class Contents(NamedTuple):
         before = list(map(_items, containers))
         new = iter(values)
         for container, items, (_, entries) in zip(containers, before, self.filled):
-            now = {key: items[old[0]] if old else next(new) for key, old in entries}
-            container.clear()
-            if isinstance(container, list):
-                container.extend(now.values())
-            else:
-                container.update(now)
+            _fill(container, {key: items[old[0]] if old else next(new) for key, old in entries})
         for path, source in self.returned:
             result = _with(result, path, _at(call, source))
         return result
@@ -161,24 +155,39 @@ def with_own_containers(value: Any) -> Any:
 
 
 def _with_own(value: Any, copies: dict[int, Any]) -> Any:
-    if type(value) not in (*_CONTAINERS, tuple):
+    if not _is_container(value) and type(value) is not tuple:
         return value
     if id(value) not in copies:
         items = {key: _with_own(part, copies) for key, part in _items(value).items()}
-        copies[id(value)] = type(value)(items if isinstance(value, dict) else items.values())
+        copies[id(value)] = tuple(items.values()) if type(value) is tuple else _fill(copy.copy(value), items)
     return copies[id(value)]
 
 
 def _containers(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    if path and type(value) in _CONTAINERS:
+    if path and _is_container(value):
         yield path, value
-    if type(value) in (*_CONTAINERS, tuple) or not path:
+    if _is_container(value) or type(value) is tuple:
         for key, part in _items(value).items():
             yield from _containers(part, (*path, key))
 
 
+def _is_container(value: Any) -> bool:
+    return type(value) in (dict, OrderedDict, list) or isinstance(value, UserDict)
+
+
 def _items(container: Any) -> dict[Any, Any]:
     return dict(container if isinstance(container, Mapping) else enumerate(container))
+
+
+def _fill(container: Any, items: dict[Any, Any]) -> Any:
+    """Put these into a container, in the place of what is in it."""
+    inner = container.data if isinstance(container, UserDict) else container
+    inner.clear()
+    if isinstance(inner, list):
+        inner.extend(items.values())
+    else:
+        inner.update(items)
+    return container
 
 
 def _entries(before: dict[Any, Any], now: dict[Any, Any]) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
