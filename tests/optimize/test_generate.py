@@ -259,3 +259,32 @@ def test_undone_it_still_generates(pair) -> None:
     result.undo()
     assert all(not step.kept for step in result.steps)
     assert ran(model, result.model, example(model)) == {"prefill": 1, "decode": 7}
+
+
+class Adapted(torch.nn.Module):
+    """As peft does it: generates with the model within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_model = torch.nn.Module()
+        self.base_model.model = decoder("Llama")
+
+    def forward(self, input_ids):
+        return self.base_model.model(input_ids=input_ids)
+
+    def generate(self, *args, **kwargs):
+        return self.base_model.model.generate(*args, **kwargs)
+
+
+def test_a_model_that_generates_with_another_within_it_says_so(caplog) -> None:
+    model = Adapted().eval()
+    result = optimize(model, kwargs={"input_ids": ids(2, 7)}, transformations=[], keep="all", seconds=0.01)
+    said = "model.base_model.model = regraft.optimize(model.base_model.model, ...).model"
+    assert any(said in note for note in result.notes)
+    assert said in caplog.text
+    expected = tokens(model, input_ids=ids(2, 7))
+    inner = optimize(model.base_model.model, kwargs={"input_ids": ids(2, 7)}, keep="all", engine="eager", seconds=0.01)
+    model.base_model.model = inner.model
+    assert torch.equal(tokens(model, input_ids=ids(2, 7)), expected)
+    assert counted(inner.model)["decode"] > 0
+    assert not any("generate calls" in note for note in inner.notes)

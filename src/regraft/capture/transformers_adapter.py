@@ -30,6 +30,21 @@ def is_pretrained(model: nn.Module) -> bool:
     return library is not None and isinstance(model, library.PreTrainedModel)
 
 
+def generating_within(model: nn.Module) -> str | None:
+    """Where in another model, such as those of peft, the transformers model is that its `generate` calls.
+
+    Args:
+        model: any module.
+
+    Returns:
+        None where the model is one of transformers, or generates nothing.
+    """
+    if is_pretrained(model) or not callable(getattr(model, "generate", None)):
+        return None
+    within = ((path, module) for path, module in model.named_modules() if is_pretrained(module))
+    return next((path for path, module in within if module.can_generate()), None)
+
+
 def prepare(model: nn.Module) -> None:
     """Make the containers that a model takes and returns known to pytree: its cache classes.
 

@@ -20,7 +20,7 @@ from regraft.capture import lift, trace
 from regraft.capture.own_state import Attribute, set_meanwhile, spelled, used_meanwhile
 from regraft.capture.sample_inputs import Unmakeable, example_call
 from regraft.capture.trace import expect_python
-from regraft.capture.transformers_adapter import is_pretrained, main_inputs
+from regraft.capture.transformers_adapter import generating_within, is_pretrained, main_inputs
 from regraft.capture.untouched import untouched, values_kept
 from regraft.core.errors import CaptureError
 from regraft.core.expect import expect_call
@@ -142,6 +142,12 @@ def _module(
         logger.warning("%s", notes[-1])
         twin.eval()
         reference = share(model).eval()
+    if path := generating_within(twin):
+        notes.append(
+            f"its generate calls {path}, a model of transformers, without the graphs of the whole: to speed that up, "
+            f"optimize it by itself and put it there: model.{path} = regraft.optimize(model.{path}, ...).model"
+        )
+        logger.warning("%s", notes[-1])
     oracle = _oracle(reference)
     reader = Reader(twin)
     call = reader.read(*inputs) if any(inputs) else _made(twin, reader, notes)
