@@ -90,3 +90,31 @@ def test_others_are_refused_by_name() -> None:
 
     with pytest.raises(rg.CaptureError, match="the argument batch is a Own, an object with tensors inside"):
         rg.trace(Doubled(), kwargs={"batch": Own(x=torch.randn(3, 4), n=2), "more": [{"x": torch.randn(3)}]})
+
+
+def test_tensors_further_within_are_found() -> None:
+    class Store:
+        def __init__(self, x: Tensor) -> None:
+            self.all = {"x": [x, 1]}
+
+    class Data:
+        def __init__(self, x: Tensor) -> None:
+            self.store, self.itself, self.library = Store(x), self, torch
+
+    class Reads(nn.Module):
+        def forward(self, data: Data, flag: Any) -> Tensor:
+            return data.store.all["x"][0] * 2
+
+    with pytest.raises(rg.CaptureError, match="the argument data is a Data, an object with tensors inside"):
+        rg.trace(Reads(), (Data(torch.ones(3)), True))
+
+    class Setting:
+        def __init__(self) -> None:
+            self.library, self.function, self.kind, self.names = torch, torch.relu, Data, {"a": [1, "b"]}
+
+    class Takes(nn.Module):
+        def forward(self, x: Tensor, setting: Setting) -> Tensor:
+            return setting.function(x)
+
+    setting = Setting()
+    assert rg.trace(Takes(), (torch.ones(3), setting))(torch.ones(3), setting).sum() == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,6 @@ from torch import nn
 from regraft.capture import caches, torch_private, user_dicts
 from regraft.capture.calling import Argument
 from regraft.core.errors import CaptureError
-from regraft.core.values import tensors_in
 
 
 @dataclass(frozen=True)
@@ -166,11 +166,27 @@ def _add_leaf(call: Call, label: str, tensor: torch.Tensor) -> None:
 
 
 def _refuse_opaque(name: str, value: Any) -> None:
-    inside = getattr(value, "__dict__", None)
-    if isinstance(value, nn.Module) or not isinstance(inside, dict):
-        return
-    if tensors_in(inside):
+    if _holds_tensors(value):
         raise CaptureError(
             f"the argument {name} is a {type(value).__name__}, an object with tensors inside that cannot be taken "
             f"apart; register its class with torch.utils._pytree.register_pytree_node, or pass the tensors themselves"
         )
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether there are tensors in an object, be it within others: in a graph they would be what they were."""
+    waiting, seen = [value], {id(value)}
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, torch.Tensor):
+            return True
+        if isinstance(each, (nn.Module, type, types.ModuleType, types.FunctionType)):
+            continue
+        parts = [*vars(each).values()] if hasattr(each, "__dict__") else []
+        if isinstance(each, (list, tuple, set, frozenset, dict)):
+            parts += each.values() if isinstance(each, dict) else each
+        for part in parts:
+            if id(part) not in seen:
+                seen.add(id(part))
+                waiting.append(part)
+    return False
