@@ -177,6 +177,20 @@ def test_the_names_are_said_and_returned_by_the_graph(tmp_path: Any) -> None:
     assert removed.graphs[0].sets == ("features",)
 
 
+def test_what_is_replaced_by_itself_in_one_precision_alone() -> None:
+    class Converts(Pair):
+        def forward(self, features: dict[str, Tensor]) -> Tensor:
+            features["x"] = features["x"].to(torch.float32)  # the same object, but in the float64 run
+            features["y"] = self.compute(features["x"])
+            return features["y"].sum(-1)
+
+    model = _randomised(Converts())
+    result = optimize(model, ({"x": _x()},), keep="all", engine="eager", seconds=0.02)
+    assert result.graphs[0].used, result.graphs[0].verdict
+    assert result.graphs[0].sets == ("features['y']",)
+    _compare(model, result.model, {"features": {"x": _x(3)}})
+
+
 def test_a_container_given_twice_runs_the_original(caplog: pytest.LogCaptureFixture) -> None:
     class Two(Pair):
         def forward(self, one: dict[str, Tensor], other: dict[str, Tensor]) -> Tensor:

@@ -6,7 +6,7 @@ A graph computes results alone. What is put there is made further results of it,
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, UserDict
+from collections import Counter, OrderedDict, UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -55,11 +55,10 @@ class Contents(NamedTuple):
             given: The containers, looked at before the call.
 
         Returns:
-            What is new in each container, and a remark if what was put in is not what this says.
+            What is new in each container, and a remark if it is not what this says.
         """
-        found = given.filled()
-        values = [given.now(path)[key] for path, entries in found for key, before in entries if not before]
-        return values if found == self.filled else [*values, "other entries"]
+        values = [given.now(path).get(key) for path, entries in self.filled for key, before in entries if not before]
+        return values if given.filled() == self.filled else [*values, "other entries"]
 
     def put(self, call: Mapping[str, Any], values: Sequence[Any], result: Any) -> Any:
         """Put into the containers of a call what belongs there.
@@ -96,9 +95,9 @@ class Given:
 
     def __init__(self, call: Mapping[str, Any]) -> None:
         found = list(_containers(call, ()))
-        paths = [id(container) for _, container in found]
-        # nobody could tell where to put what, if another call gives two
-        self._containers = {path: each for path, each in found if paths.count(id(each)) == 1}
+        times = Counter(id(container) for _, container in found)
+        # of what is given twice nobody could tell where to put what, if another call gives two
+        self._containers = {path: each for path, each in found if times[id(each)] == 1}
         self._before = {path: _items(container) for path, container in self._containers.items()}
 
     def __bool__(self) -> bool:

@@ -34,8 +34,8 @@ class GraphResult:
         verdict: Why, as a sentence.
         benchmark: The result against the original; None where it was not measured.
         engine: What was tried to run it and which was taken; None for torch alone.
-        sets: Attributes that the model sets as it runs. Where there are some the graph returns a pair: the result, and
-            a list of what they are set to.
+        sets: Attributes that the model sets as it runs, and what it puts into lists and dictionaries that it is given.
+            Where there are some the graph returns a pair: the result, and a list of what is set and put there.
     """
 
     name: str
@@ -52,7 +52,7 @@ class GraphResult:
     def graph_module(self) -> GraphModule:
         """The rewritten graph. You may change it; each call of the model then looks whether you have, unless frozen.
 
-        It returns a pair where the model sets attributes as it runs; see `sets`.
+        It returns a pair where the model sets or puts something somewhere as it runs; see `sets`.
         """
         for entry in self.entries:
             entry.lend()
