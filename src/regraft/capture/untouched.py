@@ -39,6 +39,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
 def values_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Put back, on leaving, what was written to tensors: for a run on real ones.
 
+    Sparse ones, which hardly an operation writes to and torch cannot compare, are left alone.
+
     Args:
         tensors: buffers of a model.
 
@@ -49,7 +51,7 @@ def values_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
         >>> buffer.item()
         0.0
     """
-    saved = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    saved = [(tensor, tensor.detach().clone()) for tensor in tensors if tensor.layout is torch.strided]
     try:
         yield
     finally:
