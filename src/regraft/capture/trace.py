@@ -97,8 +97,9 @@ def capture(model: nn.Module, call: Call, axes: Axes, automatic: bool) -> GraphM
     Raises:
         CaptureError: the model cannot be captured.
     """
+    exporting = _exported_as_widely_as_can_be if automatic else _exported
     try:
-        exported = _exported_as_widely_as_can_be(model, call, axes) if automatic else _exported(model, call, axes)
+        exported = exporting(model, call, axes)
     except CaptureError:
         refuse_example(model, call)
         raise
@@ -119,7 +120,7 @@ def capture(model: nn.Module, call: Call, axes: Axes, automatic: bool) -> GraphM
                 {axis: dim for axis, dim in (varying or {}).items() if leaf.shape[axis] > 1} or None
                 for leaf, varying in zip(call.leaves, axes)
             ]
-            gm = _assembled(model, call, _exported(model, call, plain), automatic)
+            gm = _assembled(model, call, exporting(model, call, plain), automatic)
             Probe(model, gm, call, _calling(gm)).allow_size_one()
     transformers_adapter.dress(gm, model)
     return gm
