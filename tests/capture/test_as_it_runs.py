@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import regraft as rg
@@ -196,3 +197,71 @@ class Packed(nn.Module):
 def test_a_packed_sequence_is_refused_by_name() -> None:
     with pytest.raises(CaptureError, match="has as many rows as the values of its lengths say"):
         rg.trace(Packed(), (X, torch.tensor([3, 2])))
+
+
+class Causal(nn.Module):
+    """Attention that is causal if there are several queries, as in Whisper; by the name that this module has for it."""
+
+    def forward(self, x: Tensor, past: Tensor | None = None) -> Tensor:
+        key = x if past is None else torch.cat([past, x], 1)
+        plain = scaled_dot_product_attention(x, key, key, is_causal=x.shape[1] > 1)
+        return plain + F.scaled_dot_product_attention(x, key, key, None, 0.0, x.shape[1] > 1)
+
+
+def test_attention_may_be_causal_by_a_comparison_of_sizes() -> None:
+    own = (scaled_dot_product_attention, F.scaled_dot_product_attention)
+    gm = rg.trace(Causal(), (torch.randn(2, 5, 8),), dynamic_shapes="auto")
+    assert own == (scaled_dot_product_attention, F.scaled_dot_product_attention)
+    for length in (1, 2, 9):
+        x = torch.randn(3, length, 8)
+        torch.testing.assert_close(gm(x), Causal()(x))
+
+
+def test_what_is_not_causal_for_one_query_has_another_graph() -> None:
+    past = torch.randn(2, 4, 8)
+    gm = rg.trace(Causal(), (torch.randn(2, 5, 8), past), dynamic_shapes="auto")
+    x = torch.randn(2, 3, 8)
+    torch.testing.assert_close(gm(x, past), Causal()(x, past))
+    with pytest.raises(TypeError, match="axis 1 of x has size 1"):
+        gm(x[:, :1], past)
+    gm = rg.trace(Causal(), (x[:, :1], past), dynamic_shapes="auto")
+    torch.testing.assert_close(gm(x[:, :1], past), Causal()(x[:, :1], past))
+
+
+class Table(nn.Module):
+    """Has a table that torch can neither clone and write back nor compare."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("heads", torch.eye(3).to_sparse())
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.linear(x)
+        return self.kept * 2
+
+
+def test_a_sparse_buffer_is_in_nobodys_way() -> None:
+    model = Table().eval()
+    gm = rg.trace(model, (torch.randn(2, 8),), dynamic_shapes="auto")
+    for rows in (1, 5):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(gm(x), model(x))
+    assert rg.optimize(model, (torch.randn(2, 8),), keep="all", seconds=0.02).graphs[0].sets == ("kept",)
+
+
+class OneAlone(nn.Module):
+    """Takes one row in another way than several, and no symbol for its columns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x.shape[1]) is not int:
+            raise TypeError("must be int, not SymInt")
+        return x * 2 if x.shape[0] > 1 else x * 3
+
+
+def test_where_one_row_is_another_case_what_cannot_vary_is_fixed_again() -> None:
+    x = torch.randn(1, 5)
+    gm = rg.trace(OneAlone(), (x,), dynamic_shapes="auto")
+    torch.testing.assert_close(gm(x), x * 3)
+    with pytest.raises(TypeError, match="axis 0 of x has size 2"):
+        gm(torch.randn(2, 5))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -49,7 +53,7 @@ class AsItRuns(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function is F.scaled_dot_product_attention:
+        if function is _ATTENTION:
             key, value = _keys_and_values(*args, **kwargs)
             torch._check(key.shape[-2] == value.shape[-2], lambda: "attention to keys and values of two lengths")
         if function in _DROPOUTS:
@@ -72,6 +76,36 @@ class AsItRuns(TorchFunctionMode):
         return result
 
 
+@contextmanager
+def attention_asked(model: nn.Module) -> Iterator[None]:
+    """While attention is causal `if length > 1`, say: torch takes a bool there, and no comparison of sizes that vary.
+
+    No mode sees the call, which is wrong before. So the function is another meanwhile, wherever the classes of the
+    model's layers have it from.
+
+    Args:
+        model: the model.
+    """
+    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    namespaces = [vars(sys.modules[name]) for name in {cls.__module__ for cls in classes} if name in sys.modules]
+    places = [(space, name) for space in (vars(F), *namespaces) for name, value in space.items() if value is _ATTENTION]
+    for space, name in places:
+        space[name] = _attention_of_bools
+    try:
+        yield
+    finally:
+        for space, name in places:
+            space[name] = _ATTENTION
+
+
+def _attention_of_bools(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return _ATTENTION(*map(_bool, args), **{name: _bool(value) for name, value in kwargs.items()})
+
+
+def _bool(value: Any) -> Any:
+    return bool(value) if isinstance(value, torch.SymBool) else value
+
+
 def _expect_simple_sizes(value: torch.Tensor) -> None:
     """Give up at a size that is too involved; from one on that is fairly so, do without what is slow for such."""
     for size in value.shape:
@@ -82,6 +116,7 @@ def _expect_simple_sizes(value: torch.Tensor) -> None:
             torch_private.remember_no_calls(value)
 
 
+_ATTENTION = F.scaled_dot_product_attention
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _DROPOUTS: frozenset[Any] = frozenset(
     [F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout]

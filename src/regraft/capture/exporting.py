@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from regraft.capture import caches, torch_private
-from regraft.capture.as_it_runs import AsItRuns, TooInvolved
+from regraft.capture.as_it_runs import AsItRuns, TooInvolved, attention_asked
 from regraft.capture.failures import decides_by_value, where
 from regraft.capture.known_numbers import KnownNumbers, constants_of
 from regraft.capture.own_state import changed_meanwhile
@@ -67,7 +67,7 @@ class Flat(nn.Module):
         model = self._modules[PREFIX]
         assert model is not None
         known = KnownNumbers((getattr(module, name), value) for module, name, value in self.constants)
-        with changed_meanwhile(model) as changed, AsItRuns(self.quick, known):
+        with changed_meanwhile(model) as changed, attention_asked(model), AsItRuns(self.quick, known):
             result = model(*args, **kwargs)
         self.seen.changed = changed
         flat, spec = torch_private.tree_flatten(caches.unfold(result))
