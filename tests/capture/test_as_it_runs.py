@@ -265,3 +265,28 @@ def test_where_one_row_is_another_case_what_cannot_vary_is_fixed_again() -> None
     torch.testing.assert_close(gm(x), x * 3)
     with pytest.raises(TypeError, match="axis 0 of x has size 2"):
         gm(torch.randn(2, 5))
+
+
+class Policy(nn.Module):
+    """As those of stable-baselines3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = self.linear(x)
+        found = torch.distributions.Normal(mean, mean.exp())
+        return found.log_prob(found.mean + 1)
+
+
+def test_a_distribution_that_looks_at_its_arguments_is_refused_with_the_cure() -> None:
+    x, model = torch.randn(2, 8), Policy().eval()
+    with pytest.raises(CaptureError, match="set_default_validate_args\\(False\\)"):
+        rg.trace(model, (x,))
+    kept = torch.distributions.Distribution._validate_args
+    torch.distributions.Distribution.set_default_validate_args(False)
+    try:
+        torch.testing.assert_close(rg.trace(model, (x,))(x), model(x))
+    finally:
+        torch.distributions.Distribution.set_default_validate_args(kept)

@@ -18,7 +18,15 @@ from regraft.capture.untouched import untouched
 from regraft.core.errors import CaptureError
 
 _TRANSFORMED = "inside of a transformed function"
+_DISTRIBUTED = "while a distribution looks at its arguments"
 _CURES = (
+    (
+        (_DISTRIBUTED,),
+        (
+            "torch.distributions looks whether the values that it is given are valid, which a graph cannot do; do "
+            "without, if you can: torch.distributions.Distribution.set_default_validate_args(False)"
+        ),
+    ),
     (
         ("DataDependent", "data-dependent", "Could not guard", "Could not extract specialized"),
         (
@@ -112,7 +120,7 @@ def capture_error(model: nn.Module, error: BaseException) -> CaptureError:
     """
     said = str(error).strip().splitlines()
     reason = f"{type(error).__name__}: {said[0] if said else 'no message'}"
-    text = f"{type(error).__name__} {error}{f' {_TRANSFORMED}' if _in_transform(error) else ''}"
+    text = f"{type(error).__name__} {error} {_circumstances(error)}"
     scripted = [path for path, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]
     cures = (cure for signs, cure in _CURES if any(sign in text for sign in signs))
     cure = _SCRIPTED.format(scripted[0]) if scripted else next(cures, _ELSE)
@@ -153,10 +161,14 @@ def refuse_example(model: nn.Module, call: Call) -> None:
         ) from error
 
 
-def _in_transform(error: BaseException) -> bool:
-    """Whether a function that `torch.vmap` or `torch.func` transforms was being run; the message seldom says so."""
-    homes = {inspect.getsourcefile(function) for function in (torch.vmap, torch.func.grad, torch.func.jvp)}
-    return any(frame.filename in homes for part in _chain(error) for frame in traceback.extract_tb(part))
+def _circumstances(error: BaseException) -> str:
+    """What was going on, where the message does not say so."""
+    frames = [(frame.filename, frame.name) for part in _chain(error) for frame in traceback.extract_tb(part)]
+    transforms = {inspect.getsourcefile(function) for function in (torch.vmap, torch.func.grad, torch.func.jvp)}
+    if any(file in transforms for file, _ in frames):
+        return _TRANSFORMED
+    checks = (inspect.getsourcefile(torch.distributions.Distribution), "__init__")
+    return _DISTRIBUTED if decides_by_value(error) and checks in frames else ""
 
 
 def decides_by_value(error: BaseException | None) -> bool:
