@@ -23,7 +23,8 @@ from regraft.core.ordinary import below_autograd
 from regraft.optimize.engines.flat import Flat, Run
 from regraft.optimize.engines.in_float32 import in_float32, pays_in_float32, wide
 from regraft.optimize.engines.onednn_forms import Attention, Forms
-from regraft.optimize.engines.onednn_pieces import Program, in_pieces
+from regraft.optimize.engines.onednn_function import Program, as_function, empty
+from regraft.optimize.engines.onednn_pieces import in_pieces
 from regraft.verify.measure import compare_speed
 
 _shape = attrgetter("shape")
@@ -169,12 +170,26 @@ def _program(forms: Forms, sample: tuple[Tensor, ...]) -> Program:
         for remark in (DeprecationWarning, torch.jit.TracerWarning):  # sizes are fixed, so what is traced of them holds
             warnings.simplefilter("ignore", remark)
         given = (*sample, *forms.beside)
-        whole: torch.jit.ScriptModule = torch.jit.freeze(torch.jit.trace(forms, given, check_trace=False))
-        _expect_understood(whole)
-        program = in_pieces(whole)
+        traced: torch.jit.ScriptModule = torch.jit.trace(forms, given, check_trace=False)
+        try:
+            program = _function(torch.jit.freeze(traced))
+        finally:
+            empty(traced)
         for _ in range(_CALLS):
             program(*given)
     return program
+
+
+def _function(frozen: torch.jit.ScriptModule) -> Program:
+    program: Program | None = None
+    try:
+        _expect_understood(frozen)
+        program = in_pieces(frozen)
+        program = as_function(frozen) if program is frozen else program
+        return program
+    finally:
+        if program is not frozen:
+            empty(frozen)
 
 
 def _expect_understood(program: torch.jit.ScriptModule) -> None:

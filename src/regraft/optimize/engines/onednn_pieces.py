@@ -7,14 +7,14 @@ function to cut a TorchScript graph: where what is used here is missing, a progr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
-Program = Callable[..., Any]
+from regraft.optimize.engines.onednn_function import Program
 
 LONGEST = 1000
 """So many operations are fused at once, which takes about as long as to trace them."""

@@ -1,0 +1,49 @@
+"""A program that goes when its engine goes. torch keeps the graphs of TorchScript modules, and the weights in them.
+
+Each module that is traced or frozen leaves its graph in a list of the process, as much as the model again or more. A
+function has a graph of its own, which nobody else keeps. torch has no public way from the one to the other: where what
+is used here is missing, the module is run and its graph stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Program = Callable[..., Any]
+
+
+def as_function(module: torch.jit.ScriptModule) -> Program:
+    """What computes the same as a frozen module, or the module itself where there is no such function.
+
+    Args:
+        module: The module, which takes and gives tensors.
+    """
+    graph: Any = module.graph
+    this = next(iter(graph.inputs()))
+    if this.uses() or not hasattr(torch._C, "_create_function_from_graph") or not hasattr(graph, "eraseInput"):
+        return module
+    graph = graph.copy()
+    graph.eraseInput(0)  # the module
+    program: Program = torch._C._create_function_from_graph("program", graph)
+    return program
+
+
+def empty(module: torch.jit.ScriptModule) -> None:
+    """Take everything out of the graphs of a module, and of those within it, that nobody calls any more.
+
+    Args:
+        module: The module.
+    """
+    for each in module.modules():
+        try:
+            graph: Any = each.graph
+        except (AttributeError, RuntimeError):  # it was not called, and has none
+            continue
+        if hasattr(graph, "eraseOutput"):
+            while list(graph.outputs()):
+                graph.eraseOutput(0)
+            for node in reversed(list(graph.nodes())):
+                node.destroy()
