@@ -290,3 +290,22 @@ def test_a_distribution_that_looks_at_its_arguments_is_refused_with_the_cure() -
         torch.testing.assert_close(rg.trace(model, (x,))(x), model(x))
     finally:
         torch.distributions.Distribution.set_default_validate_args(kept)
+
+
+def _share(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """What a window has whose number is divided by, along some axes of images, flattened."""
+    for axis in axes:
+        size = x.shape[axis]
+        x = x.narrow(axis, 0, size // (size // 8))
+    return x.flatten(2) * 2
+
+
+@pytest.mark.parametrize(("axes", "varying"), [((), {0, 1, 2, 3}), ((2,), {0, 1, 2, 3}), ((2, 3), {0})])
+def test_sizes_divided_by_what_was_divided_are_fixed(axes: tuple[int, ...], varying: set[int]) -> None:
+    model = Wrap(lambda _, x: _share(x, axes))
+    gm = rg.trace(model, (torch.randn(2, 3, 16, 24),), dynamic_shapes="auto")
+    value = gm.graph.find_nodes(op="placeholder")[0].meta["val"]
+    assert {axis for axis, size in enumerate(value.shape) if isinstance(size, torch.SymInt)} == varying
+    for batch in (1, 3):
+        x = torch.randn(batch, 3, 16, 24)
+        torch.testing.assert_close(gm(x), model(x))

@@ -18,6 +18,9 @@ from regraft.capture.known_numbers import KnownNumbers
 _LONGEST = 200
 """Characters of a size written out, with which export is still quick. Those of convolutional networks stay below 60.
 Those of attention in windows (Swin, MaxViT) pass 250, and about Swin's export reasons for minutes."""
+_NESTED = 2
+"""Divisions by what has been divided, in one size, about which export reasons for minutes as well. They are in windows
+whose number is divided by (SCUNet); pooling to a share of an image (PSPNet) has one for each axis."""
 _LONG = 40
 """Characters of a size with which to look up what a call gives takes longer than to make it again."""
 
@@ -110,10 +113,22 @@ def _expect_simple_sizes(value: torch.Tensor) -> None:
     """Give up at a size that is too involved; from one on that is fairly so, do without what is slow for such."""
     for size in value.shape:
         text = "" if type(size) is int else str(size)
-        if len(text) > _LONGEST:
+        if len(text) > _LONGEST or (text.count("//") > _NESTED and _nested(text) >= _NESTED):
             raise TooInvolved(f"a size is {text[:60]}... of those of the inputs")
         if len(text) > _LONG:
             torch_private.remember_no_calls(value)
+
+
+def _nested(text: str) -> int:
+    """How many divisions of a size, as torch writes it, are by what has been divided itself."""
+    count, ends = 0, [index + 2 for index in range(len(text)) if text.startswith("//(", index)]
+    for end in ends:
+        begin, depth = end, 1
+        while depth:
+            end += 1
+            depth += {"(": 1, ")": -1}.get(text[end], 0)
+        count += "//" in text[begin:end]
+    return count
 
 
 _ATTENTION = F.scaled_dot_product_attention
