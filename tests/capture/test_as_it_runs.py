@@ -309,3 +309,9 @@ def test_sizes_divided_by_what_was_divided_are_fixed(axes: tuple[int, ...], vary
     for batch in (1, 3):
         x = torch.randn(batch, 3, 16, 24)
         torch.testing.assert_close(gm(x), model(x))
+
+
+def test_numpy_is_refused_with_the_cure() -> None:
+    model = Wrap(lambda _, x: torch.from_numpy(x.detach().numpy().cumsum()))
+    with pytest.raises(CaptureError, match="what NumPy computes is in no graph"):
+        rg.trace(model, (X,))

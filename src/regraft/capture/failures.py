@@ -36,6 +36,13 @@ _CURES = (
         ),
     ),
     (
+        (".numpy() is not supported",),
+        (
+            "what NumPy computes is in no graph; write it with torch, or optimize the parts without it, each by "
+            "itself: model.encoder = regraft.optimize(model.encoder, *its_call).model"
+        ),
+    ),
+    (
         ("torch.vmap", "functorch", _TRANSFORMED),
         (
             "write what torch.vmap vectorises with broadcasting, and what torch.func derives as a formula, or capture "
