@@ -12,12 +12,24 @@ from torch import nn
 from regraft.optimize.engines import choosing
 
 WINDOW = 20
+WIDTH = 16
 
 
 def every_engine(monkeypatch: pytest.MonkeyPatch, build: object) -> None:
     """Let all engines be built so. Only what chooses them sees it: torch imports parts of itself while it captures."""
     adapter = SimpleNamespace(build=build)
     monkeypatch.setattr(choosing, "importlib", SimpleNamespace(import_module=lambda _: adapter, util=importlib.util))
+
+
+class Pair(nn.Module):
+    """Two layers, for a forward that does more than to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x)))
 
 
 class Padded(nn.Conv2d):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import WIDTH, Pair
 from torch import Tensor, nn
 from transformers import BatchEncoding
 
@@ -17,17 +18,6 @@ from regraft.dropin import grafts_of
 from regraft.dropin.contents import Contents, Given, with_own_containers
 from regraft.optimize import optimize
 from regraft.verify.tree import tree_of
-
-WIDTH = 16
-
-
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def compute(self, x: Tensor) -> Tensor:
-        return self.second(torch.relu(self.first(x)))
 
 
 class Features(Pair):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import WIDTH, Pair
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -20,17 +21,6 @@ from regraft.dropin import grafts_of
 from regraft.dropin.contents import Contents
 from regraft.optimize import optimize
 from regraft.optimize.side_effects import side_effects
-
-WIDTH = 16
-
-
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def compute(self, x: Tensor) -> Tensor:
-        return self.second(torch.relu(self.first(x)))
 
 
 class Plain(Pair):
