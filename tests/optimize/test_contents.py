@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import WIDTH, Pair
 from torch import Tensor, nn
-from transformers import BatchEncoding
+from transformers import BatchEncoding, BertConfig, PreTrainedModel
 
 import regraft as rg
 from regraft.dropin import grafts_of
@@ -199,6 +199,52 @@ def test_a_container_given_twice_runs_the_original(caplog: pytest.LogCaptureFixt
     torch.testing.assert_close(both, wanted)
 
 
+def test_an_example_that_gives_one_twice_says_nothing_of_two() -> None:
+    class Merged(Pair):
+        def forward(self, one: dict[str, Tensor], other: dict[str, Tensor]) -> Tensor:
+            one["y"] = self.compute(one["x"])
+            other["z"] = one["y"] + 1
+            return other["z"]
+
+    model, both = _randomised(Merged()), {"x": _x()}
+    result = optimize(model, (both, both), keep="all", engine="eager", seconds=0.02)
+    assert not result.graphs[0].used
+    assert list(both) == ["x"]
+    _compare(model, result.model, {"one": {"x": _x()}, "other": {"x": _x()}})
+
+
+def test_what_is_moved_is_the_same_object_where_an_engine_runs() -> None:
+    call = CALLS["two"][1](2)
+    result = optimize(_randomised(Moved()), kwargs=call, engine="onednn", seconds=0.02, keep="all")
+    assert result.graphs[0].engine is not None
+    more, kept = call["more"], call["more"]["x"]
+    with torch.inference_mode():
+        result.model(**call)
+    assert more["old"] is kept
+
+
+def test_a_model_of_transformers() -> None:
+    class Encoder(PreTrainedModel):
+        """Replaces what it is given, as RT-DETR's does."""
+
+        config_class = BertConfig
+
+        def __init__(self, config: BertConfig) -> None:
+            super().__init__(config)
+            self.layers = Pair()
+            self.post_init()
+
+        def forward(self, inputs_embeds: list[Tensor]) -> Tensor:
+            inputs_embeds[1] = self.layers.compute(inputs_embeds[1])
+            return inputs_embeds[0] + inputs_embeds[1]
+
+    model = _randomised(Encoder(BertConfig()))
+    result = optimize(model, ([_x(), _x()],), keep="all", engine="eager", seconds=0.02)
+    assert result.graphs[0].used
+    assert result.graphs[0].sets == ("inputs_embeds[1]",)
+    _compare(model, result.model, {"inputs_embeds": [_x(3), _x(3)]})
+
+
 def test_what_depends_on_the_values_keeps_the_original() -> None:
     class Depends(Pair):
         def forward(self, features: dict[str, Any]) -> Tensor:
@@ -229,7 +275,8 @@ def test_what_no_graph_can_return_keeps_the_original() -> None:
 def test_attributes_and_contents_together() -> None:
     class Both(Pair):
         def forward(self, features: dict[str, Any]) -> Tensor:
-            self.kept = features["y"] = self.compute(features["x"])
+            self.kept = self.compute(features["x"])
+            features["y"] = self.kept * 2
             return self.kept + 1
 
     model = _randomised(Both())

@@ -77,10 +77,10 @@ class Contents(NamedTuple):
         containers = [_at(call, container.path) for container in self.filled]
         if len(set(map(id, containers))) < len(containers):
             raise NotCovered("a container was given twice")
-        before = list(map(_items, containers))
         new = iter(values)
-        for container, items, (_, entries) in zip(containers, before, self.filled):
-            _fill(container, {key: items[old[0]] if old else next(new) for key, old in entries})
+        for container, (_, entries) in zip(containers, self.filled):
+            before = _items(container)
+            _fill(container, {key: before[old[0]] if old else next(new) for key, old in entries})
         for path, source in self.returned:
             result = _with(result, path, _at(call, source))
         return result

@@ -216,11 +216,11 @@ def _weights(model: nn.Module) -> list[Tensor]:
 
 
 def _call(model: nn.Module, inputs: Inputs) -> Contents:
-    """What a call makes of the containers that it is given, if a graph can return that."""
+    """What a call makes of the containers that it is given."""
     args, kwargs = inputs_in_precision(inputs, None)
     given = Given(Reader(model).read(args, kwargs))
     contents = given.contents(model(*args, **kwargs))
-    return contents if _can_return(model) and all(map(_is_returnable, contents.values(given))) else Contents()
+    return contents if _can_return(model) else Contents()
 
 
 def _value(model: nn.Module, attribute: Attribute) -> Any:
