@@ -223,6 +223,20 @@ def test_what_is_moved_is_the_same_object_where_an_engine_runs() -> None:
     assert more["old"] is kept
 
 
+def test_what_a_hook_puts_there_keeps_the_original() -> None:
+    model = _randomised(Features())
+    model.register_forward_hook(lambda module, args, result: result.update({"seen": True}))
+    result = optimize(model, ({"x": _x()},), keep="all", engine="eager", seconds=0.02)
+    assert not result.graphs[0].used
+    features: dict[str, Any] = {"x": _x()}
+    wanted = dict(features)
+    with torch.inference_mode():
+        found, expected = result.model(features), model(wanted)
+    assert found is features
+    assert list(found) == list(expected)
+    torch.testing.assert_close(found["embedding"], expected["embedding"])
+
+
 def test_a_model_of_transformers() -> None:
     class Encoder(PreTrainedModel):
         """Replaces what it is given, as RT-DETR's does."""

@@ -6,7 +6,7 @@ A graph computes results alone. What is put there is made further results of it,
 from __future__ import annotations
 
 import copy
-from collections import Counter, OrderedDict, UserDict
+from collections import OrderedDict, UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,12 +21,11 @@ class Filled(NamedTuple):
 
     Args:
         path: Where it is in the call.
-        entries: The keys that it has afterwards, in order, each with that under which its entry was there before, in a
-            tuple, which is empty where the entry is new.
+        entries: The keys that it has afterwards, in order, and of each whether its entry is what was there before.
     """
 
     path: Path
-    entries: tuple[tuple[Any, tuple[Any, ...]], ...]
+    entries: tuple[tuple[Any, bool], ...]
 
 
 class Contents(NamedTuple):
@@ -45,7 +44,7 @@ class Contents(NamedTuple):
         """What is new, as one writes it: `features['sentence_embedding']`; or the container, where nothing in it is."""
         names: list[str] = []
         for path, entries in self.filled:
-            names += [spelled((*path, key)) for key, before in entries if not before] or [spelled(path)]
+            names += [spelled((*path, key)) for key, kept in entries if not kept] or [spelled(path)]
         return tuple(names)
 
     def values(self, given: Given) -> list[Any]:
@@ -57,7 +56,7 @@ class Contents(NamedTuple):
         Returns:
             What is new in each container, and a remark if it is not what this says.
         """
-        values = [given.now(path).get(key) for path, entries in self.filled for key, before in entries if not before]
+        values = [given.now(path).get(key) for path, entries in self.filled for key, kept in entries if not kept]
         return values if given.filled() == self.filled else [*values, "other entries"]
 
     def put(self, call: Mapping[str, Any], values: Sequence[Any], result: Any) -> Any:
@@ -80,7 +79,7 @@ class Contents(NamedTuple):
         new = iter(values)
         for container, (_, entries) in zip(containers, self.filled):
             before = _items(container)
-            _fill(container, {key: before[old[0]] if old else next(new) for key, old in entries})
+            _fill(container, {key: before[key] if kept else next(new) for key, kept in entries})
         for path, source in self.returned:
             result = _with(result, path, _at(call, source))
         return result
@@ -94,10 +93,7 @@ class Given:
     """
 
     def __init__(self, call: Mapping[str, Any]) -> None:
-        found = list(_containers(call, ()))
-        times = Counter(id(container) for _, container in found)
-        # of what is given twice nobody could tell where to put what, if another call gives two
-        self._containers = {path: each for path, each in found if times[id(each)] == 1}
+        self._containers = dict(_containers(call, ()))
         self._before = {path: _items(container) for path, container in self._containers.items()}
 
     def __bool__(self) -> bool:
@@ -116,7 +112,7 @@ class Given:
         return tuple(
             Filled(path, entries)
             for path, before in self._before.items()
-            if (entries := _entries(before, self.now(path))) != tuple((key, (key,)) for key in before)
+            if (entries := _entries(before, self.now(path))) != tuple((key, True) for key in before)
         )
 
     def contents(self, result: Any) -> Contents:
@@ -150,16 +146,11 @@ def with_own_containers(value: Any) -> Any:
     Args:
         value: Positional arguments, named ones, or one of them.
     """
-    return _with_own(value, {})
-
-
-def _with_own(value: Any, copies: dict[int, Any]) -> Any:
-    if not _is_container(value) and type(value) is not tuple:
+    if type(value) is tuple:
+        return tuple(map(with_own_containers, value))
+    if not _is_container(value):
         return value
-    if id(value) not in copies:
-        items = {key: _with_own(part, copies) for key, part in _items(value).items()}
-        copies[id(value)] = tuple(items.values()) if type(value) is tuple else _fill(copy.copy(value), items)
-    return copies[id(value)]
+    return _fill(copy.copy(value), {key: with_own_containers(part) for key, part in _items(value).items()})
 
 
 def _containers(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
@@ -189,12 +180,8 @@ def _fill(container: Any, items: dict[Any, Any]) -> Any:
     return container
 
 
-def _entries(before: dict[Any, Any], now: dict[Any, Any]) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
-    keys = {id(value): key for key, value in before.items()}
-    return tuple(
-        (key, (key,) if key in before and before[key] is value else (keys[id(value)],) if id(value) in keys else ())
-        for key, value in now.items()
-    )
+def _entries(before: dict[Any, Any], now: dict[Any, Any]) -> tuple[tuple[Any, bool], ...]:
+    return tuple((key, key in before and before[key] is value) for key, value in now.items())
 
 
 def _at(value: Any, path: Path) -> Any:

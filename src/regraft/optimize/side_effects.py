@@ -219,8 +219,7 @@ def _call(model: nn.Module, inputs: Inputs) -> Contents:
     """What a call makes of the containers that it is given."""
     args, kwargs = inputs_in_precision(inputs, None)
     given = Given(Reader(model).read(args, kwargs))
-    contents = given.contents(model(*args, **kwargs))
-    return contents if _can_return(model) else Contents()
+    return given.contents(model(*args, **kwargs))
 
 
 def _value(model: nn.Module, attribute: Attribute) -> Any:
