@@ -116,3 +116,30 @@ def test_without_what_is_used_here_the_module_runs(monkeypatch: pytest.MonkeyPat
     run = onednn_graph.build(Flat(trace(model, (X,)), {"x": X}))
     with torch.no_grad():
         torch.testing.assert_close(run([X])[0], model(X))
+
+
+def test_what_was_traced_goes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Table(Layers):
+        """Adds what is the same in each call, and so a constant of its trace."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + torch.arange(20.0).reshape(4, 5).sin()
+
+    steady: list[Any] = []
+
+    class Spied(onednn_graph.Forms):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            tensors = filter(torch.is_tensor, [*self.known.steady.values(), *self.beside])
+            steady.extend(weakref.ref(tensor.untyped_storage()) for tensor in tensors)
+
+    monkeypatch.setattr(onednn_graph, "Forms", Spied)
+    model = Table().eval()
+    flat = Flat(trace(model, (X,)), {"x": X})
+    run = onednn_graph.build(flat)
+    with torch.no_grad():
+        torch.testing.assert_close(run([X])[0], model(X))
+    del model, flat, run
+    gc.collect()
+    assert steady
+    assert [memory() for memory in steady] == [None] * len(steady)
