@@ -1,8 +1,8 @@
 """A program that goes when its engine goes. torch keeps the graphs of TorchScript modules, and the weights in them.
 
-Each module that is traced or frozen leaves its graph in a list of the process, as much as the model again or more. A
-function has a graph of its own, which nobody else keeps. torch has no public way from the one to the other: where what
-is used here is missing, the module is run and its graph stays.
+Each module that is traced or frozen leaves its graph in a list of the process, with the weights that are constants in
+it. A function has a graph of its own, which nobody else keeps. torch has no public way from the one to the other: where
+what is used here is missing, the module is run and its graph stays.
 """
 
 from __future__ import annotations
