@@ -617,6 +617,27 @@ def test_saved_and_loaded(tmp_path, kind: str) -> None:
         rg.load(tmp_path / "nothing.pt2")
 
 
+class Named(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, object]:
+        return {"result": x + 1, "kind": "add"}
+
+
+def test_a_string_that_the_model_returns_is_named_before_anything_is_written(tmp_path) -> None:
+    model = Named()
+    result = run(model, (image(),), verify=False, **ALL)
+    with pytest.raises(rg.CaptureError, match=r"the string 'add', .*torch\.save\(result\.model"):
+        result.save(tmp_path / "model.pt2")
+    assert not (tmp_path / "model.pt2").exists()
+    torch.save(result.model, tmp_path / "model.pt")
+    again = torch.load(tmp_path / "model.pt", weights_only=False)(image())
+    assert again["kind"] == "add"
+    assert torch.equal(again["result"], image() + 1)
+    # Where this no longer raises, torch reads them, and `save` need not refuse them.
+    torch.export.save(torch.export.export(model, (image(),)), tmp_path / "plain.pt2")
+    with pytest.raises(RuntimeError):
+        torch.export.load(tmp_path / "plain.pt2")
+
+
 def test_how_it_is_shown() -> None:
     result = run(heads(), (image(),), transformations=[rg.FoldBatchNorm(), rg.FuseBiasInLinear()], **ALL)
     text = str(result)

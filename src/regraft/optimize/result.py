@@ -86,7 +86,8 @@ class Optimized:
         """The rewritten graph of the example call, as `GraphResult.graph_module` gives it.
 
         Raises:
-            CaptureError: The example call could not be captured; only what `generate` calls was.
+            CaptureError: The example call could not be captured, only what `generate` calls was; or it returns a
+                string, which no such file can hold.
         """
         return self._of_the_example().graph_module
 
@@ -161,14 +162,16 @@ class Optimized:
     def save(self, path: str | Path) -> Path:
         """Write the rewritten graph of the example call to a file for `torch.export.load`, or `regraft.load`.
 
-        The program that is loaded from it takes what the example gave by position by position, and the rest by name. It
-        gives the result; there is no model on which it could set anything.
+        The program that is loaded from it takes the tensors that the example gave by position by position, and the
+        others by name; what is no tensor is as in the example, and not taken. It gives the result; there is no model on
+        which it could set anything.
 
         Args:
             path: The file, usually `*.pt2`.
 
         Raises:
-            CaptureError: The example call could not be captured; only what `generate` calls was.
+            CaptureError: The example call could not be captured, only what `generate` calls was; or it returns a
+                string, which no such file can hold.
         """
         graph = self._of_the_example()
         args, kwargs = graph.inputs

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import ConstantArgument
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from regraft.capture import lift
 from regraft.capture.loading import load_program
+from regraft.core.errors import CaptureError
 from regraft.core.values import varying_axes
 
 logger = logging.getLogger("regraft")
@@ -94,8 +96,18 @@ def save(gm: GraphModule, inputs: Inputs, path: str | Path, first: bool = False)
         inputs: A call of it.
         path: The file.
         first: As for `exported`.
+
+    Raises:
+        CaptureError: It returns a string, which torch would write into the file and then not read.
     """
-    torch.export.save(exported(gm, inputs, first), path)
+    program = exported(gm, inputs, first)
+    for spec in program.graph_signature.output_specs:
+        if isinstance(spec.arg, ConstantArgument) and isinstance(spec.arg.value, str):
+            raise CaptureError(
+                f"the model returns the string {spec.arg.value!r}, which torch cannot read back from the file of a "
+                'program; return tensors and numbers, or keep the whole model: torch.save(result.model, "model.pt")'
+            )
+    torch.export.save(program, path)
 
 
 def load(path: str | Path) -> GraphModule:
