@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -124,6 +125,34 @@ def test_a_size_that_is_computed_with_them_may_vary_where_nothing_is_decided_by_
     gm = rg.trace(model, (torch.randn(1, 4, 8),), dynamic_shapes="auto")
     for other in (torch.randn(3, 4, 8), torch.randn(1, 4, 9)):
         assert torch.equal(gm(other), model(other))
+
+
+def turned(x: Tensor) -> Tensor:
+    """As compressai's entropy models do, which compute channel by channel."""
+    others = torch.arange(2, x.ndim, dtype=torch.long, device=x.device)
+    axes = torch.cat((torch.tensor([1, 0], dtype=torch.long, device=x.device), others))
+    return x.permute(*axes).softmax(-1).reshape([x.shape[axis] for axis in axes]).permute(dims=list(axes))
+
+
+def test_axes_that_are_joined_of_numbers_are_no_values_of_the_inputs() -> None:
+    model = Wrap(lambda _, x: turned(x))
+    gm = rg.trace(model, (X,), dynamic_shapes="auto")
+    for x in (X, torch.randn(5, 7, 2)):
+        assert torch.equal(gm(x), model(x))
+
+
+JOINED: dict[str, Callable[[Tensor], list[Tensor]]] = {
+    "a size that varies": lambda x: [torch.tensor([x.shape[0]]), torch.arange(1)],
+    "a value": lambda x: [torch.arange(1), (x > 9).sum().reshape(1)],
+    "what is rounded": lambda _: [torch.tensor([1.3]).half().ceil().long(), torch.arange(1)],
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_axes_that_are_joined_of_anything_else_are(name: str) -> None:
+    model = Wrap(lambda _, x: x.mean(sum(torch.cat(JOINED[name](x)).tolist())))
+    with pytest.raises(CaptureError, match="decides by the value of a tensor"):
+        rg.trace(model, (X,), dynamic_shapes={"x": {0: torch.export.Dim("rows", max=99)}})
 
 
 def test_numbers_that_a_checkpoint_has_are() -> None:

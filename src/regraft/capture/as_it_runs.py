@@ -70,8 +70,9 @@ class AsItRuns(TorchFunctionMode):
         number = self.known.read(function, args)
         if number is not None:
             return number
-        if function is F.pad:
-            args, kwargs = tuple(map(self.known.instead, args)), {k: self.known.instead(v) for k, v in kwargs.items()}
+        if function in _TAKING_SIZES:
+            args = (*args[:1], *map(self.known.instead, args[1:]))
+            kwargs = {name: value if name == "input" else self.known.instead(value) for name, value in kwargs.items()}
         result = function(*args, **kwargs)
         self.known.follow(function, args, kwargs, result)
         if self.quick and isinstance(result, torch.Tensor):
@@ -132,6 +133,7 @@ def _nested(text: str) -> int:
 
 
 _ATTENTION = F.scaled_dot_product_attention
+_TAKING_SIZES: frozenset[Any] = frozenset([F.pad, torch.permute, torch.Tensor.permute])
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _DROPOUTS: frozenset[Any] = frozenset(
     [F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout]

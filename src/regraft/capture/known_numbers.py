@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from regraft.capture import torch_private
@@ -23,6 +24,8 @@ _ARITHMETIC: frozenset[Any] = frozenset(
     + [getattr(Tensor, name) for name in _BOTH + _COMPARING + _METHODS]
 )
 """What numbers are computed by: of their values alone, without drawing any or writing to any."""
+_JOINING: frozenset[Any] = frozenset([torch.cat, torch.stack])
+_MADE_OF_NUMBERS: frozenset[Any] = frozenset([torch.arange, torch.tensor])
 
 
 def constants_of(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
@@ -48,8 +51,8 @@ def _is_whole(tensor: Tensor) -> bool:
 class KnownNumbers:
     """The tensors of one run under export whose values no input decides.
 
-    They are `torch.arange` of numbers, constants of the model, and what is computed of such and of sizes that do not
-    vary. Most are never read, so a value is computed where it is.
+    They are `torch.arange` and `torch.tensor` of whole numbers, constants of the model, and what is computed of such
+    and of sizes that do not vary. Most are never read, so a value is computed where it is.
 
     Args:
         constants: what export runs with in place of tensors of the model, and those tensors.
@@ -92,15 +95,25 @@ class KnownNumbers:
             kwargs: its keyword arguments.
             result: what came of it.
         """
-        if function is torch.arange and not kwargs and all(type(number) is int for number in args):
-            self._note(result, lambda: torch.arange(*args, device="cpu"))
+        if function in _MADE_OF_NUMBERS and _is_whole(result):
+            self._note_computed(result, function, args, {**kwargs, "device": "cpu"})
         elif function is _TAKEN_APART and (maker := self._maker(args[0])) is not None:
             for index, one in enumerate(result):
                 self._note(one, lambda index=index: maker().unbind(*args[1:], **kwargs)[index])  # type: ignore[misc]
-        elif function in _ARITHMETIC and any(isinstance(arg, Tensor) for arg in args):
-            makers = [self._maker(arg) if isinstance(arg, Tensor) else _plain(arg) for arg in args]
-            if None not in makers and None not in map(_plain, kwargs.values()):
-                self._note(result, lambda: function(*(maker() for maker in makers if maker), **kwargs))
+        elif function in _JOINING or (function in _ARITHMETIC and any(isinstance(arg, Tensor) for arg in args)):
+            self._note_computed(result, function, args, kwargs)
+
+    def _note_computed(self, result: Tensor, function: Any, args: Any, kwargs: Any) -> None:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        makers = [self._maker(leaf) if isinstance(leaf, Tensor) else _plain(leaf) for leaf in leaves]
+        if None in makers or kwargs.get("out") is not None:
+            return
+
+        def maker() -> Any:
+            given, named = pytree.tree_unflatten([maker() for maker in makers if maker], spec)
+            return function(*given, **named)
+
+        self._note(result, maker)
 
     def _note(self, tensor: Tensor, maker: Maker) -> None:
         self._makers[tensor] = maker, tensor._version
