@@ -33,6 +33,8 @@ from torch import nn
 import regraft as rg
 
 Call = Callable[[], Any]
+CACHE = ("cache", "past_key_values")
+"""What transformers calls a cache, since 5.24 and before."""
 
 
 # Models, from their configs at real size.
@@ -81,8 +83,9 @@ def _decode(batch: int) -> tuple[nn.Module, dict[str, Any]]:
     model, kwargs = _llama(batch)
     model.eval().config.use_cache = True
     with torch.no_grad():
-        cache = model(**kwargs, use_cache=True).past_key_values
-    return model, {"input_ids": kwargs["input_ids"][:, :1], "past_key_values": cache}
+        kept = model(**kwargs, use_cache=True)
+    name = next(name for name in CACHE if name in vars(kept))
+    return model, {"input_ids": kwargs["input_ids"][:, :1], name: kept[name]}
 
 
 def _minilm(batch: int) -> tuple[nn.Module, dict[str, Any]]:
@@ -181,7 +184,7 @@ def randomise_statistics(model: nn.Module) -> None:
 
 
 def eager(model: Callable[..., Any], kwargs: dict[str, Any]) -> Call:
-    cache = kwargs.get("past_key_values")
+    cache = next((kwargs[name] for name in CACHE if name in kwargs), None)
     if cache is None:
         return lambda: model(**kwargs)
     length = cache.get_seq_length()

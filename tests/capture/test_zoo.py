@@ -18,7 +18,8 @@ from torch.export import Dim
 pytest.importorskip("transformers")
 
 from capture.zoo import BY_NAME, FAMILIES, Family, assert_same, make_inputs, randomised
-from regraft.capture import symbolic_trace, trace
+from regraft import CaptureError
+from regraft.capture import caches, symbolic_trace, trace
 from regraft.capture.module_tree import is_leaf
 
 #: the sizes at which each family is compared: batch and length
@@ -169,14 +170,18 @@ def test_groupvit_takes_different_numbers_of_images_and_texts() -> None:
 
 def test_a_decoder_goes_on_from_its_cache() -> None:
     family, model, _ = captured("llama")
-    gm = symbolic_trace(model, ["input_ids", "attention_mask", "past_key_values"])
+    name = caches.name_in(inspect.signature(model.forward).parameters)
+    gm = symbolic_trace(model, ["input_ids", "attention_mask", name])
+    other = next(former for former in caches.FORMER if former not in inspect.signature(model.forward).parameters)
+    with pytest.raises(CaptureError, match=rf"takes no {other}; did you mean {name}\?"):
+        symbolic_trace(model, ["input_ids", other])
     ids = make_inputs(family, 2, 8)["input_ids"]
     with torch.no_grad():
         expected, given = (model(ids[:, :4]).past_key_values for _ in range(2))
         for step in range(4, 8):
             mask = torch.ones(2, step + 1, dtype=torch.long)
-            left = model(ids[:, step : step + 1], attention_mask=mask, past_key_values=expected)
-            right = gm(input_ids=ids[:, step : step + 1], attention_mask=mask, past_key_values=given)
+            left = model(ids[:, step : step + 1], attention_mask=mask, **{name: expected})
+            right = gm(input_ids=ids[:, step : step + 1], attention_mask=mask, **{name: given})
             assert_same(left, right)
             expected, given = left.past_key_values, right.past_key_values
     assert_same(pickle.loads(pickle.dumps(gm)).code, gm.code)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 
 import pytest
 import torch
 from models import WINDOW, decoder, ids
 
+from regraft.capture.caches import name_in
 from regraft.dropin import grafts_of
 from regraft.optimize import optimize
 from regraft.verify import oracle
@@ -123,8 +126,9 @@ def test_what_a_model_keeps_and_computes_with_is_watched() -> None:
             self.shift = float(input_ids.shape[1])
             return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
 
-        def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):
-            result = super().forward(input_ids, attention_mask, position_ids, past_key_values, **kwargs)
+        @functools.wraps(transformers.LlamaForCausalLM.forward)
+        def forward(self, *args, **kwargs):
+            result = super().forward(*args, **kwargs)
             result.logits = result.logits * self.shift
             return result
 
@@ -170,28 +174,32 @@ def test_what_no_graph_covers_is_never_wrong(pair) -> None:
         assert torch.equal(tokens(result.model, **options), tokens(model, **options))
 
 
-def test_the_cache_that_is_given_is_filled(pair) -> None:
+@pytest.mark.parametrize("former", [False, True])
+def test_the_cache_that_is_given_is_filled(pair, former: bool) -> None:
     from transformers import DynamicCache
 
     model, result = pair
+    present = name_in(inspect.signature(model.forward).parameters)
+    name = "past_key_values" if former else present  # the same before transformers 5.24, which takes both
     if model.config.is_encoder_decoder:
         pytest.skip("its caches are made by generate, which is tested above")
     positions = torch.arange(7).expand(2, 7)
     for each in (model, result.model):
         each.eval()
+    ran_before = sum(grafts_of(result.model).calls.values())
     caches, logits = [], []
     for each in (model, result.model):
         cache = DynamicCache(config=each.config)
+        given = {name: cache, "logits_to_keep": 1}
         with torch.no_grad():
-            first = each(ids(), past_key_values=cache, position_ids=positions, logits_to_keep=1)
-            assert first.past_key_values is cache
+            first = each(ids(), position_ids=positions, **given)
+            assert getattr(first, name) is getattr(first, present) is cache
             assert cache.get_seq_length() == 7
-            last = each(
-                ids(2, 1), past_key_values=cache, position_ids=torch.full((2, 1), 7), logits_to_keep=1, use_cache=True
-            )
-            assert last.past_key_values is cache
+            last = each(ids(2, 1), position_ids=torch.full((2, 1), 7), use_cache=True, **given)
+            assert getattr(last, name) is getattr(last, present) is cache
         caches.append(cache)
         logits.append(last.logits)
+    assert sum(grafts_of(result.model).calls.values()) == ran_before + 2
     assert torch.allclose(*logits, atol=1e-5)
     assert caches[1].get_seq_length() == 8
     for mine, theirs in zip(caches[1].layers, caches[0].layers, strict=True):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from regraft.capture import linear_states
-from regraft.capture.caches import restore, state_of
+from regraft.capture.caches import name_in, restore, returned_in, state_of
 
 
 def fill(cache: Any, result: Any) -> Any:
@@ -18,10 +18,10 @@ def fill(cache: Any, result: Any) -> Any:
         cache: the cache that the caller holds.
         result: what the graph returned.
     """
-    made = result.past_key_values
+    made = returned_in(result)
     if made is not cache:
         _fill(cache, made)
-        result.past_key_values = cache
+        setattr(result, str(name_in(vars(result))), cache)
     return result
 
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-#: of one state: how wide its convolution is, zero without one; whether it has a recurrent part; whether it saw a token
-StateForm = tuple[int, bool, bool]
+#: of one state: how wide its convolution is, zero without one; whether it has a recurrent part; whether it saw a token;
+#: whether its layer noted the type of convolutions, which before keys and values came it does
+StateForm = tuple[int, bool, bool, bool]
 
 _NUMBERS = {"number_of_states", "record_past"}
 _STATES = {"conv_states", "recurrent_states"}
@@ -56,6 +57,7 @@ def form_of(layer: Any) -> tuple[StateForm, ...]:
             layer.conv_kernel_size[index] if layer.is_conv_states_initialized[index] else 0,
             layer.is_recurrent_states_initialized[index],
             layer.has_previous_state[index],
+            layer.dtype is not None,
         )
         for index in range(layer.number_of_states)
     )
@@ -69,7 +71,7 @@ def leaves_of(layer: Any, form: tuple[StateForm, ...]) -> list[Tensor]:
         form: what its states are.
     """
     leaves = []
-    for index, (width, recurrent, _) in enumerate(form):
+    for index, (width, recurrent, *_) in enumerate(form):
         leaves += [layer.conv_states[index]] if width else []
         leaves += [layer.recurrent_states[index]] if recurrent else []
     return leaves
@@ -82,7 +84,7 @@ def names(form: tuple[StateForm, ...]) -> list[str]:
         form: what the states are.
     """
     found = []
-    for index, (width, recurrent, _) in enumerate(form):
+    for index, (width, recurrent, *_) in enumerate(form):
         found += [f"conv_states[{index}]"] if width else []
         found += [f"recurrent_states[{index}]"] if recurrent else []
     return found
@@ -96,13 +98,15 @@ def give(layer: Any, form: tuple[StateForm, ...], leaves: Iterator[Tensor]) -> N
         form: what they are.
         leaves: their tensors, first of what is left.
     """
-    for index, (width, recurrent, previous) in enumerate(form):
+    for index, (width, recurrent, previous, typed) in enumerate(form):
         if width:
             layer.conv_states[index] = next(leaves)
             layer.conv_kernel_size[index] = width
             layer.is_conv_states_initialized[index] = True
             if layer.device is None:
-                layer.dtype, layer.device = layer.conv_states[index].dtype, layer.conv_states[index].device
+                layer.device = layer.conv_states[index].device
+            if typed and layer.dtype is None:
+                layer.dtype = layer.conv_states[index].dtype
         if recurrent:
             layer.recurrent_states[index] = next(leaves)
             layer.is_recurrent_states_initialized[index] = True

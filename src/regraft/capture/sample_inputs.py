@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from regraft.capture.caches import name_in
 from regraft.capture.sample_makers import (
     BATCH,
     CHOICES,
@@ -77,7 +78,7 @@ class SampleMaker:
             Unmakeable: one of them cannot be made.
         """
         self.generator = torch.Generator().manual_seed(0)
-        self.past = PAST if "past_key_values" in names else 0
+        self.past = PAST if name_in(names) else 0
         self.image_tokens = tokens_per_image(self) if "pixel_values" in names and image_token(self.model) else 0
         made: dict[str, Any] = {}
         for name in names:

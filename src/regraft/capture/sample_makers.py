@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from regraft.capture import caches
 from regraft.capture.untouched import untouched
 
 if TYPE_CHECKING:
@@ -173,11 +174,11 @@ def _past(maker: SampleMaker) -> Any:
         kwargs.update(input_ids=maker.text(), decoder_input_ids=before)
     try:
         with untouched(model), torch.no_grad():
-            kept = model(**kwargs).past_key_values
+            kept = caches.returned_in(model(**kwargs))
     except Exception as error:  # whatever a model raises that has no cache
-        raise Unmakeable(f"{type(model).__name__} makes no past_key_values ({error})") from error
+        raise Unmakeable(f"{type(model).__name__} makes no cache ({error})") from error
     if kept is None:
-        raise Unmakeable(f"{type(model).__name__} makes no past_key_values")
+        raise Unmakeable(f"{type(model).__name__} makes no cache")
     return kept
 
 
@@ -193,7 +194,7 @@ MAKERS: dict[str, Callable[[SampleMaker], Any]] = {
     "bbox": _boxes,
     "decoder_input_ids": _target,
     "decoder_attention_mask": _target_mask,
-    "past_key_values": _past,
+    **dict.fromkeys(caches.NAMES, _past),
     "pixel_values": _pixels,
     "pixel_mask": _pixel_mask,
     "bool_masked_pos": _masked_patches,

@@ -91,7 +91,7 @@ class Grafts:
                 continue
             except Exception as error:  # the original decides whether the call is wrong, and says so in its own words
                 return self._leave(f"{_first_line(error)}", key=f"{entry.name}: {type(error).__name__}", call=call)
-            if cache is not None and not _has_cache(result):
+            if cache is not None and caches.returned_in(result) is None:  # the original may fill it all the same
                 entry.fills = False  # later calls need not try
                 return self._leave(
                     "a graph of it returns no cache, with which to fill the one that was given", key="cache"
@@ -200,7 +200,7 @@ class Grafts:
         """The call, its cache taken apart, and that cache."""
         call, cache, state = self.reader.without_empty_cache(self.reader.read(args, kwargs))
         if state is not None:
-            call["past_key_values"] = state
+            call[str(self.reader.cache_name)] = state
         return call, cache
 
     def _is_unchanged(self, model: nn.Module) -> bool:
@@ -261,15 +261,10 @@ class Grafts:
         for entry in self.entries:
             if entry.matches(call) and entry.holds(call):
                 result = entry.leave(model, call, entry.gm.forward(**call))
-                if cache is not None and not _has_cache(result):
+                if cache is not None and caches.returned_in(result) is None:
                     return NOTHING
                 return result if cache is None else filling.fill(cache, result)
         return NOTHING
-
-
-def _has_cache(result: Any) -> bool:
-    """Whether a model returned its cache: one that does not may have filled it all the same."""
-    return getattr(result, "past_key_values", None) is not None
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:

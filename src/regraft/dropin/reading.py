@@ -32,7 +32,9 @@ class Reader:
         self.star = next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL), None)
         self.config = getattr(model, "config", None)
         self.defaults = {p.name: p.default if type(p.default) in _PLAIN else _OTHER for p in parameters}
-        self.has_cache = is_pretrained(model) and any(p.name == "past_key_values" for p in parameters)
+        self.cache_name = caches.name_in([p.name for p in parameters]) if is_pretrained(model) else None
+        renamed = self.cache_name == caches.NAMES[0]
+        self._former = [name for name in caches.FORMER if renamed and name not in self.defaults]
         self._of_others: Any = None if is_pretrained(model) else _OTHER  # the default of what no parameter is named for
         self._configured: dict[str, bool] = {}
         if is_pretrained(model):  # None means "as the config says" for each of these, in every one of its models
@@ -58,6 +60,9 @@ class Reader:
         if len(args) > len(self.names):
             given.update({f"{self.star}_{i}": value for i, value in enumerate(args[len(self.names) :])})
         given.update(kwargs)
+        for name in self._former:  # which transformers takes for the present name, too
+            if name in given and self.cache_name not in given:
+                given[str(self.cache_name)] = given.pop(name)
         if len(given) < len(args) + len(kwargs):  # what was given twice is for the model to refuse
             given["given twice"] = True
         if (self.star or self.only) and len(self.unnamed(given)) > len(args):  # and so is a name of what has none
@@ -112,7 +117,7 @@ class Reader:
         Args:
             call: What `read` returned.
         """
-        cache = call.get("past_key_values") if self.has_cache else None
+        cache = None if self.cache_name is None else call.get(self.cache_name)
         state = None if cache is None else caches.state_of(cache)
         if state is None:
             return call, None, None
@@ -120,4 +125,4 @@ class Reader:
             return call, cache, state
         if not caches.begins_alike(state.form, self.config):
             return call, cache, state
-        return {name: value for name, value in call.items() if name != "past_key_values"}, cache, None
+        return {name: value for name, value in call.items() if name != self.cache_name}, cache, None

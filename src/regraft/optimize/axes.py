@@ -51,7 +51,7 @@ def _one_token_at_a_time(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_one_token(call: Mapping[str, Any]) -> bool:
-    if "past_key_values" not in call:
+    if caches.name_in(call) is None:
         return False
     tokens = call.get("decoder_input_ids", call.get("input_ids"))
     return isinstance(tokens, Tensor) and tokens.dim() == 2 and tokens.shape[1] == 1

@@ -106,10 +106,15 @@ class Graph:
         return [(b, b.clone()) for b in self.written] if sum(b.nbytes for b in self.written) <= SMALL else []
 
     @property
+    def cache_name(self) -> str | None:
+        """What the cache of keys and values in the call is called, or None."""
+        name = caches.name_in(self.call)
+        return name if name is not None and caches.state_of(self.call[name]) is not None else None
+
+    @property
     def cache(self) -> Any:
         """The cache of keys and values in the call, or None."""
-        cache = self.call.get("past_key_values")
-        return None if caches.state_of(cache) is None else cache
+        return None if self.cache_name is None else self.call[self.cache_name]
 
     @cached_property
     def writes_inputs(self) -> bool:
@@ -125,8 +130,9 @@ class Graph:
             shorter: Whether a shorter call will do.
         """
         args, kwargs = inputs = (shorter and self.shorter) or self.inputs
-        if self.cache is not None:
-            return lambda: program(*args, **{**kwargs, "past_key_values": filling.twin(self.cache)})
+        name = self.cache_name
+        if name is not None:
+            return lambda: program(*args, **{**kwargs, name: filling.twin(self.cache)})
         if self.writes_inputs or self._before or self.contents.filled:
             return lambda: self._run_as_first(program, inputs)
         return lambda: program(*args, **kwargs)
@@ -165,6 +171,5 @@ class Graph:
 
     def candidate(self) -> Callable[..., Any]:
         """The graph as the original is called: a cache that is given is filled."""
-        if self.cache is None:
-            return self.gm
-        return lambda **kwargs: filling.fill(kwargs["past_key_values"], self.gm(**kwargs))
+        name = self.cache_name
+        return self.gm if name is None else lambda **kwargs: filling.fill(kwargs[name], self.gm(**kwargs))

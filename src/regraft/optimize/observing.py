@@ -35,7 +35,7 @@ def calls_of_generate(
     Returns:
         Those that begin with an empty cache, and those that go on with one that has something in it.
     """
-    if not reader.has_cache or not model.can_generate() or "past_key_values" in call:  # type: ignore[operator]
+    if reader.cache_name is None or not model.can_generate() or reader.cache_name in call:  # type: ignore[operator]
         return [], []
     first: list[dict[str, Any]] = []
     later: list[dict[str, Any]] = []
@@ -46,8 +46,8 @@ def calls_of_generate(
         read, cache, _ = reader.without_empty_cache(reader.read(args, kwargs))
         before = copy.deepcopy(read)  # the model fills the cache in place
         result = inner(*args, **kwargs)
-        if cache is not None and getattr(result, "past_key_values", None) is not None:
-            (later if read.get("past_key_values") is cache else first).append(before)
+        if cache is not None and caches.returned_in(result) is not None:
+            (later if read.get(str(reader.cache_name)) is cache else first).append(before)
         return result
 
     # what is decoded begins as `generate` begins it, not with the example's targets
@@ -92,7 +92,8 @@ def beyond_the_window(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     """
     found = []
     for more, call in enumerate(calls, 1):
-        cache = call["past_key_values"]
+        name = str(caches.name_in(call))
+        cache = call[name]
         state = caches.state_of(cache)
         if state is None or state.form.halves or state.form.states or state.form.longest_window <= 0:
             return []
@@ -101,7 +102,7 @@ def beyond_the_window(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
             return []
         if sum(leaf.numel() // leaf.shape[2] * window for leaf in state.leaves[:-1]) > _LARGEST:
             return []
-        longer = {**call, "past_key_values": filling.beyond_window(cache, more)}
+        longer = {**call, name: filling.beyond_window(cache, more)}
         if "position_ids" in call:
             longer["position_ids"] = torch.full_like(call["position_ids"], window + more)
         if "attention_mask" in call:

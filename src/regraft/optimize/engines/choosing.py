@@ -240,6 +240,5 @@ class _Called:
 
 
 def _candidate(graph: Graph, engine: Engine) -> Callable[..., Any]:
-    if graph.cache is None:
-        return _Called(graph, engine)
-    return lambda **kwargs: filling.fill(kwargs["past_key_values"], engine(kwargs))
+    name = graph.cache_name
+    return _Called(graph, engine) if name is None else lambda **kwargs: filling.fill(kwargs[name], engine(kwargs))
