@@ -19,7 +19,8 @@ pytest.importorskip("transformers")
 
 from capture.zoo import BY_NAME, FAMILIES, Family, assert_same, make_inputs, randomised
 from regraft import CaptureError
-from regraft.capture import caches, symbolic_trace, trace
+from regraft.capture import symbolic_trace, trace
+from regraft.capture.cache_names import FORMER, name_in
 from regraft.capture.module_tree import is_leaf
 
 #: the sizes at which each family is compared: batch and length
@@ -170,9 +171,9 @@ def test_groupvit_takes_different_numbers_of_images_and_texts() -> None:
 
 def test_a_decoder_goes_on_from_its_cache() -> None:
     family, model, _ = captured("llama")
-    name = caches.name_in(inspect.signature(model.forward).parameters)
+    name = name_in(inspect.signature(model.forward).parameters)
     gm = symbolic_trace(model, ["input_ids", "attention_mask", name])
-    other = next(former for former in caches.FORMER if former not in inspect.signature(model.forward).parameters)
+    other = next(former for former in FORMER if former not in inspect.signature(model.forward).parameters)
     with pytest.raises(CaptureError, match=rf"takes no {other}; did you mean {name}\?"):
         symbolic_trace(model, ["input_ids", other])
     ids = make_inputs(family, 2, 8)["input_ids"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from models import WINDOW, decoder, ids
 
-from regraft.capture.caches import name_in
+from regraft.capture.cache_names import name_in
 from regraft.dropin import grafts_of
 from regraft.optimize import optimize
 from regraft.verify import oracle

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,10 +22,6 @@ from torch.utils import _pytree as pytree
 
 from regraft.capture import linear_states
 
-NAMES = ("cache", "past_key_values")
-"""What a model calls the cache that it is given and returns: since transformers 5.24, and before."""
-FORMER = ("past_key_values", "cache_params")
-"""What callers may still call it where the model calls it by the first of those names."""
 _ATTRIBUTES = {"layers", "layer_class_to_replicate", "offloading"}
 _LAYER = {"keys", "values", "is_initialized"}
 _WINDOW = {"sliding_window", "cumulative_length", "record_past"}
@@ -65,33 +61,6 @@ class Form:
     def longest_window(self) -> int:
         """How long the longest window is of those layers that have keys and values in them; zero without one."""
         return max((window for window in self.windows if window is not None), default=0)
-
-
-def name_in(names: Container[str]) -> str | None:
-    """What the cache is called among some names of a model's arguments or of what it returns; None without one.
-
-    Args:
-        names: the names.
-
-    Example:
-        >>> name_in(["input_ids", "past_key_values"])
-        'past_key_values'
-    """
-    for name in NAMES:
-        if name in names:
-            return name
-    return None
-
-
-def returned_in(result: Any) -> Any:
-    """The cache in what a model returned; None without one.
-
-    Args:
-        result: what it returned.
-    """
-    fields = getattr(result, "__dict__", {})
-    name = name_in(fields)
-    return None if name is None else fields[name]
 
 
 class State:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from regraft.capture import linear_states
-from regraft.capture.caches import name_in, restore, returned_in, state_of
+from regraft.capture.cache_names import name_in, returned_in
+from regraft.capture.caches import restore, state_of
 
 
 def fill(cache: Any, result: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from regraft.capture.caches import name_in
+from regraft.capture.cache_names import name_in
 from regraft.capture.sample_makers import (
     BATCH,
     CHOICES,

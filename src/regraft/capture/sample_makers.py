@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from regraft.capture import caches
+from regraft.capture.cache_names import NAMES, returned_in
 from regraft.capture.untouched import untouched
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def _past(maker: SampleMaker) -> Any:
         kwargs.update(input_ids=maker.text(), decoder_input_ids=before)
     try:
         with untouched(model), torch.no_grad():
-            kept = caches.returned_in(model(**kwargs))
+            kept = returned_in(model(**kwargs))
     except Exception as error:  # whatever a model raises that has no cache
         raise Unmakeable(f"{type(model).__name__} makes no cache ({error})") from error
     if kept is None:
@@ -194,7 +194,7 @@ MAKERS: dict[str, Callable[[SampleMaker], Any]] = {
     "bbox": _boxes,
     "decoder_input_ids": _target,
     "decoder_attention_mask": _target_mask,
-    **dict.fromkeys(caches.NAMES, _past),
+    **dict.fromkeys(NAMES, _past),
     "pixel_values": _pixels,
     "pixel_mask": _pixel_mask,
     "bool_masked_pos": _masked_patches,

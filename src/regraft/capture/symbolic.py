@@ -14,7 +14,8 @@ from torch import nn
 from torch.fx import Node, Proxy, Tracer
 from torch.fx.proxy import Attribute
 
-from regraft.capture import caches, transformers_adapter
+from regraft.capture import transformers_adapter
+from regraft.capture.cache_names import FORMER, name_in
 from regraft.capture.failures import capture_error
 from regraft.capture.module_tree import attribute, graft_tree, is_leaf, place_tensor
 from regraft.capture.sample_inputs import SampleMaker, Unmakeable
@@ -140,7 +141,7 @@ def _check_names(model: nn.Module, names: Iterable[str]) -> None:
     parameters = inspect.signature(model.forward).parameters
     for name in names:
         if name not in parameters:
-            renamed = caches.name_in(parameters) if name in caches.FORMER else None
+            renamed = name_in(parameters) if name in FORMER else None
             near = [renamed] if renamed else get_close_matches(name, parameters, n=1)
             hint = f"; did you mean {near[0]}?" if near else f"; it takes {', '.join(parameters)}"
             raise CaptureError(f"{type(model).__name__}.forward takes no {name}{hint}")

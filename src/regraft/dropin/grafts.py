@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from regraft.capture import caches, filling
+from regraft.capture.cache_names import returned_in
 from regraft.capture.transformers_adapter import collects
 from regraft.core.errors import NotCovered
 from regraft.core.mutation import weights_written
@@ -91,7 +92,7 @@ class Grafts:
                 continue
             except Exception as error:  # the original decides whether the call is wrong, and says so in its own words
                 return self._leave(f"{_first_line(error)}", key=f"{entry.name}: {type(error).__name__}", call=call)
-            if cache is not None and caches.returned_in(result) is None:  # the original may fill it all the same
+            if cache is not None and returned_in(result) is None:  # the original may fill it all the same
                 entry.fills = False  # later calls need not try
                 return self._leave(
                     "a graph of it returns no cache, with which to fill the one that was given", key="cache"
@@ -261,7 +262,7 @@ class Grafts:
         for entry in self.entries:
             if entry.matches(call) and entry.holds(call):
                 result = entry.leave(model, call, entry.gm.forward(**call))
-                if cache is not None and caches.returned_in(result) is None:
+                if cache is not None and returned_in(result) is None:
                     return NOTHING
                 return result if cache is None else filling.fill(cache, result)
         return NOTHING

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from regraft.capture import caches
+from regraft.capture.cache_names import FORMER, NAMES, name_in
 from regraft.capture.transformers_adapter import decoder_config, is_pretrained
 
 _SETTINGS = ("return_dict", "use_cache", "output_attentions", "output_hidden_states")
@@ -32,9 +33,9 @@ class Reader:
         self.star = next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL), None)
         self.config = getattr(model, "config", None)
         self.defaults = {p.name: p.default if type(p.default) in _PLAIN else _OTHER for p in parameters}
-        self.cache_name = caches.name_in([p.name for p in parameters]) if is_pretrained(model) else None
-        renamed = self.cache_name == caches.NAMES[0]
-        self._former = [name for name in caches.FORMER if renamed and name not in self.defaults]
+        self.cache_name = name_in([p.name for p in parameters]) if is_pretrained(model) else None
+        renamed = self.cache_name == NAMES[0]
+        self._former = [name for name in FORMER if renamed and name not in self.defaults]
         self._of_others: Any = None if is_pretrained(model) else _OTHER  # the default of what no parameter is named for
         self._configured: dict[str, bool] = {}
         if is_pretrained(model):  # None means "as the config says" for each of these, in every one of its models

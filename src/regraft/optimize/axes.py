@@ -10,6 +10,7 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from regraft.capture import caches
+from regraft.capture.cache_names import name_in
 from regraft.capture.sample_inputs import SampleMaker
 from regraft.capture.sample_makers import VISUAL
 
@@ -51,7 +52,7 @@ def _one_token_at_a_time(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_one_token(call: Mapping[str, Any]) -> bool:
-    if caches.name_in(call) is None:
+    if name_in(call) is None:
         return False
     tokens = call.get("decoder_input_ids", call.get("input_ids"))
     return isinstance(tokens, Tensor) and tokens.dim() == 2 and tokens.shape[1] == 1

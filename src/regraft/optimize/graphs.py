@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from regraft.capture import caches, filling
+from regraft.capture.cache_names import name_in
 from regraft.capture.own_state import Attribute
 from regraft.core.mutation import Mutations, weights_written
 from regraft.dropin import Reader
@@ -108,7 +109,7 @@ class Graph:
     @property
     def cache_name(self) -> str | None:
         """What the cache of keys and values in the call is called, or None."""
-        name = caches.name_in(self.call)
+        name = name_in(self.call)
         return name if name is not None and caches.state_of(self.call[name]) is not None else None
 
     @property

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from regraft.capture import caches, filling
+from regraft.capture.cache_names import name_in, returned_in
 from regraft.dropin import Reader
 
 logger = logging.getLogger("regraft")
@@ -46,7 +47,7 @@ def calls_of_generate(
         read, cache, _ = reader.without_empty_cache(reader.read(args, kwargs))
         before = copy.deepcopy(read)  # the model fills the cache in place
         result = inner(*args, **kwargs)
-        if cache is not None and caches.returned_in(result) is not None:
+        if cache is not None and returned_in(result) is not None:
             (later if read.get(str(reader.cache_name)) is cache else first).append(before)
         return result
 
@@ -92,7 +93,7 @@ def beyond_the_window(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     """
     found = []
     for more, call in enumerate(calls, 1):
-        name = str(caches.name_in(call))
+        name = str(name_in(call))
         cache = call[name]
         state = caches.state_of(cache)
         if state is None or state.form.halves or state.form.states or state.form.longest_window <= 0:
