@@ -125,4 +125,4 @@ class KnownNumbers:
 
 def _plain(argument: Any) -> Maker | None:
     varies = isinstance(argument, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
-    return None if varies else lambda: argument
+    return None if varies or hasattr(argument, "__array__") else lambda: argument  # those of NumPy may be written to

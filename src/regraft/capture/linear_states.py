@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 #: of one state: how wide its convolution is, zero without one; whether it has a recurrent part; whether it saw a token;
-#: whether its layer noted the type of convolutions, which before keys and values came it does
+#: whether its layer has noted a type, as it does with its first convolution, but after keys and values does not
 StateForm = tuple[int, bool, bool, bool]
 
 _NUMBERS = {"number_of_states", "record_past"}
