@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def test_it_writes_the_model_and_the_recipe(regraft) -> None:
     assert loaded(torch.randn(3, 7, 4)).shape == (3, 7, 8)
     recipe = tomllib.loads(Path("out.recipe.toml").read_text())
     assert recipe["transformations"] == ["merge-linears"]
-    assert recipe["made_with"]["torch"] == torch.__version__
+    assert recipe["made_with"]["torch"] == metadata.version("torch")
 
 
 def test_the_recipe_repeats_the_run(regraft) -> None:
