@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -200,6 +201,14 @@ def test_what_is_computed_with_an_unknown_number_that_is_given_by_name_is_unknow
         assert known.read(Tensor.item, (result,)) is None
     known.follow(torch.neg, (three,), {}, unknown)
     assert known.read(Tensor.item, (unknown,)) == -3
+
+
+def test_what_is_made_of_an_array_that_may_be_written_to_is_unknown() -> None:
+    known = KnownNumbers()
+    for made_of, expected in (([3], 3), (numpy.array([3]), None)):
+        result = torch.tensor(made_of)
+        known.follow(torch.tensor, (made_of,), {}, result)
+        assert known.read(Tensor.item, (result,)) == expected
 
 
 def test_a_number_of_a_layer_that_is_written_to_later_is_seen() -> None:
