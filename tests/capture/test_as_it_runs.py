@@ -70,10 +70,24 @@ def by_value(x: Tensor) -> Tensor:
     return x.mean(int((x > 9).sum()))
 
 
-@pytest.mark.parametrize("function", [written, written_in_part, written_by_one, by_value])
-def test_others_are(function: Any) -> None:
+@pytest.mark.parametrize("function", [written_in_part, written_by_one])
+def test_numbers_of_which_a_part_is_written_are_not_known(function: Any) -> None:
     with pytest.raises(CaptureError, match="decides by the value of a tensor"):
         rg.trace(Wrap(lambda _, x: function(x)), (X,))
+
+
+def test_a_number_that_is_written_as_a_whole_is_what_was_written() -> None:
+    gm = rg.trace(Wrap(lambda _, x: written(x)), (X,))
+    for x in (X, -2 * X):
+        assert torch.equal(gm(x), written(x))
+
+
+def test_a_value_of_the_inputs_is_asked_for() -> None:
+    gm = rg.trace(Wrap(lambda _, x: by_value(x)), (X,))
+    for x in (X, -2 * X):
+        assert torch.equal(gm(x), by_value(x))
+    with pytest.raises(NotCovered, match=r"reads 0 of its inputs, and of these it reads 24, at .*x\.mean\(int"):
+        gm(torch.full_like(X, 9.5))
 
 
 def test_a_range_of_a_size_that_varies_does_not_become_that_of_the_example() -> None:
@@ -152,8 +166,15 @@ JOINED: dict[str, Callable[[Tensor], list[Tensor]]] = {
 @pytest.mark.parametrize("name", JOINED)
 def test_axes_that_are_joined_of_anything_else_are(name: str) -> None:
     model = Wrap(lambda _, x: x.mean(sum(torch.cat(JOINED[name](x)).tolist())))
-    with pytest.raises(CaptureError, match="decides by the value of a tensor"):
-        rg.trace(model, (X,), dynamic_shapes={"x": {0: torch.export.Dim("rows", max=99)}})
+    gm = rg.trace(model, (X,), dynamic_shapes={"x": {0: torch.export.Dim("rows", max=99)}})
+    longer, many = torch.cat((X, X[:1])), torch.full_like(X, 9.5)
+    assert torch.equal(gm(X), model(X))
+    for x, covered in ((longer, name != "a size that varies"), (many, name != "a value")):
+        if covered:
+            assert torch.equal(gm(x), model(x))
+        else:
+            with pytest.raises(NotCovered, match="of these it reads"):
+                gm(x)
 
 
 def test_numbers_that_a_checkpoint_has_are() -> None:

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from regraft.capture import torch_private
+from regraft.capture.fixed_rows import with_fixed_rows
+from regraft.capture.given_numbers import GivenNumbers
 from regraft.capture.known_numbers import KnownNumbers
 
 _LONGEST = 200
@@ -41,18 +43,22 @@ class AsItRuns(TorchFunctionMode):
     The numbers of `torch.arange(1, 4).tolist()` are no values of the inputs, nor are those that a layer keeps as
     buffers. Norms over all axes but the first, and paddings of convolutions, are written so.
 
+    Where the inputs' values are given, what the model reads of them is what it reads in this call.
+
     A tensor whose `.data` is assigned is for export what it was before, which nothing would tell. A packed sequence has
     as many rows as its lengths say.
 
     Args:
         quick: whether to give up where sizes are too involved.
         known: the numbers that are known.
+        given: those that are given.
     """
 
-    def __init__(self, quick: bool, known: KnownNumbers) -> None:
+    def __init__(self, quick: bool, known: KnownNumbers, given: GivenNumbers) -> None:
         super().__init__()
         self.quick = quick
         self.known = known
+        self.given = given
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -67,17 +73,46 @@ class AsItRuns(TorchFunctionMode):
             raise NotImplementedError("what is assigned to the .data of a tensor does not reach its readers in a graph")
         if function is torch_private.pack_padded_sequence:
             raise NotImplementedError("a packed sequence has as many rows as the values of its lengths say")
-        number = self.known.read(function, args)
-        if number is not None:
+        if function in _COMPARING:
+            with self:
+                return _COMPARING[function](*args, **kwargs)
+        if (number := self._read(function, args)) is not None:
             return number
         if function in _TAKING_SIZES:
-            args = (*args[:1], *map(self.known.instead, args[1:]))
-            kwargs = {name: value if name == "input" else self.known.instead(value) for name, value in kwargs.items()}
-        result = function(*args, **kwargs)
+            args = (*args[:1], *map(self._instead, args[1:]))
+            kwargs = {name: value if name == "input" else self._instead(value) for name, value in kwargs.items()}
+        elif function in _MADE_OF_SIZES:
+            args = tuple(map(self._instead, args))
+        elif function is torch.Tensor.__setitem__:
+            args = (args[0], self._in_slices(args[1]), args[2])
+        made = self.given.before(args, kwargs)
+        result = with_fixed_rows(function, args, kwargs, self.given.rows)
+        result = function(*args, **kwargs) if result is None else result
         self.known.follow(function, args, kwargs, result)
+        self.given.follow(function, made, result)
         if self.quick and isinstance(result, torch.Tensor):
             _expect_simple_sizes(result)
         return result
+
+    def _read(self, function: Any, args: Any) -> Any:
+        known = self.known.read(function, args)
+        return self.given.read(function, args) if known is None else known
+
+    def _instead(self, value: Any) -> Any:
+        """The number in place of a tensor that has a known one, in tuples and lists, too."""
+        if isinstance(value, (tuple, list)):
+            return [self._instead(one) for one in value]
+        is_number = isinstance(value, torch.Tensor) and value.dim() == 0
+        number = self._read(torch.Tensor.item, (value,)) if is_number else None
+        return value if number is None else number
+
+    def _in_slices(self, index: Any) -> Any:
+        """The same within the slices of an index: a tensor beside them is an index by itself."""
+        if isinstance(index, tuple):
+            return tuple(map(self._in_slices, index))
+        if not isinstance(index, slice):
+            return index
+        return slice(*map(self._instead, (index.start, index.stop, index.step)))
 
 
 @contextmanager
@@ -133,7 +168,31 @@ def _nested(text: str) -> int:
 
 
 _ATTENTION = F.scaled_dot_product_attention
-_TAKING_SIZES: frozenset[Any] = frozenset([F.pad, torch.permute, torch.Tensor.permute])
+_TAKING_SIZES: frozenset[Any] = frozenset(
+    [F.pad, torch.permute, torch.reshape]
+    + [getattr(torch.Tensor, name) for name in ("permute", "view", "reshape", "expand", "repeat", "narrow")]
+)
+_MADE_OF_SIZES: frozenset[Any] = frozenset([torch.arange, torch.zeros, torch.ones, torch.empty])
+
+
+def _contains(tensor: Any, element: Any) -> bool:
+    return bool((tensor == element).any())
+
+
+def _equal(left: Any, right: Any) -> bool:
+    return left.shape == right.shape and bool((left == right).all())
+
+
+def _allclose(*args: Any, **kwargs: Any) -> bool:
+    return bool(torch.isclose(*args, **kwargs).all())
+
+
+#: what reads a number of what it computes itself, written so that the reading is seen
+_COMPARING: dict[Any, Any] = {
+    **dict.fromkeys([torch.equal, torch.Tensor.equal], _equal),
+    **dict.fromkeys([torch.allclose, torch.Tensor.allclose], _allclose),
+    torch.Tensor.__contains__: _contains,
+}
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _DROPOUTS: frozenset[Any] = frozenset(
     [F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from regraft.capture.calling import Calling
 from regraft.capture.cleaning import clean
 from regraft.capture.codegen import CallingCodeGen, direct
 from regraft.capture.constraints import constraints_of
+from regraft.capture.decisions import Asked, decisions_of
 from regraft.capture.lifting import lift_weights
 from regraft.capture.module_tree import graft_tree, place_tensor
 from regraft.capture.regions import collapse
@@ -33,6 +34,7 @@ def assemble(
     *,
     automatic: bool = False,
     rename: Callable[[str], str] = str,
+    asked: Sequence[Asked] = (),
 ) -> GraphModule:
     """The graph module of an exported program.
 
@@ -43,11 +45,16 @@ def assemble(
         out_spec: the structure of the result.
         automatic: whether every axis was asked to vary.
         rename: from the program's qualified names to the model's.
+        asked: what was read of the inputs. What each was read of is a result of the program, after those of the model.
 
     Raises:
-        NotImplementedError: the program has an input that a graph module has no form for.
+        NotImplementedError: the program has an input that a graph module has no form for, or decides by something else
+            than the values of its inputs.
     """
+    decisions = decisions_of(program, asked)
     graph, constants = lift_weights(program, rename)
+    if asked:
+        _return_first(graph, out_spec.num_leaves)
     clean(graph, model)
     _read_first_names(graph, model)
     collapse(graph, model)
@@ -67,12 +74,19 @@ def assemble(
         torch_private.guards_of(program),
         automatic,
     )
-    calling = Calling(interface.arguments, interface.positional, constraints, _shape_output(graph, out_spec))
+    out_spec = _shape_output(graph, out_spec)
+    calling = Calling(interface.arguments, interface.positional, constraints, out_spec, decisions)
     graph.set_codegen(CallingCodeGen(calling, [str(node.target) for node in inputs]))
     graph.on_generate_code(lambda _: direct)
     graph.lint()
     gm.graph = graph
     return adopt(gm)
+
+
+def _return_first(graph: Graph, count: int) -> None:
+    """Return so many of the results, and nothing that stands behind them."""
+    output = graph.output_node()
+    output.args = (output.args[0][:count],)  # type: ignore[index]
 
 
 def _renamed(graph: Graph) -> Graph:

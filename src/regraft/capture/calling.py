@@ -13,6 +13,7 @@ import torch
 
 from regraft.capture import caches, torch_private, transformers_adapter, user_dicts
 from regraft.capture.constraints import Constraints
+from regraft.capture.decisions import Decisions
 from regraft.core.errors import NotCovered
 
 
@@ -60,9 +61,13 @@ def _load_spec(packed: Any) -> Any:
 
 
 def _load_calling(
-    arguments: tuple[Argument, ...], positional: int, constraints: Constraints | None, packed: Any
+    arguments: tuple[Argument, ...],
+    positional: int,
+    constraints: Constraints | None,
+    packed: Any,
+    decisions: Decisions | None = None,
 ) -> Calling:
-    return Calling(arguments, positional, constraints, _load_spec(packed))
+    return Calling(arguments, positional, constraints, _load_spec(packed), decisions)
 
 
 class Calling:
@@ -73,22 +78,29 @@ class Calling:
         positional: how many of them can be given by position; the others are keyword only.
         constraints: the shapes for which the graph holds; None where nothing is known of them.
         out_spec: the structure of the result; None where the graph returns it as it is.
+        decisions: what the graph decides by values; None where it decides nothing.
     """
 
     def __init__(
-        self, arguments: Sequence[Argument], positional: int, constraints: Constraints | None, out_spec: Any
+        self,
+        arguments: Sequence[Argument],
+        positional: int,
+        constraints: Constraints | None,
+        out_spec: Any,
+        decisions: Decisions | None = None,
     ) -> None:
         self.arguments = tuple(arguments)
         self.positional = positional
         self.constraints = constraints
         self.out_spec = out_spec
+        self.decisions = decisions
         self._simple = [index for index, argument in enumerate(self.arguments) if argument.is_tensor]
         self._build = torch_private.unflattener(out_spec) if out_spec is not None else list
         self._flat = all(argument.spec is None for argument in self.arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
         packed = torch_private.pack_spec(self.out_spec)
-        return _load_calling, (self.arguments, self.positional, self.constraints, packed)
+        return _load_calling, (self.arguments, self.positional, self.constraints, packed, self.decisions)
 
     def bind(self, values: tuple[Any, ...]) -> list[Any]:
         """The tensors of a call, in the order of the graph's inputs.
@@ -103,11 +115,15 @@ class Calling:
         if torch.compiler.is_compiling():
             if not self._covers(values):
                 raise NotCovered(
-                    "the captured graph does not hold for the sizes or the constants of this call, which is being "
-                    "compiled; call the graph itself to be told which"
+                    "the captured graph does not hold for the sizes, the constants or the values of this call, which "
+                    "is being compiled; call the graph itself to be told which"
                 )
             return self._unchecked(values)
         if any(isinstance(value, torch.fx.Proxy) for value in values):
+            if self.decisions is not None:
+                raise NotCovered(
+                    "what the graph decides by the values of its inputs would be lost in a trace; take the graph itself"
+                )
             return self._unchecked(values)
         leaves: list[Any] = []
         for argument, value in zip(self.arguments, values):
@@ -117,7 +133,7 @@ class Calling:
         return leaves
 
     def check(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Compare the shapes of a call's tensors with those for which the graph holds.
+        """Compare a call's tensors with those for which the graph holds: their shapes, and what is decided by values.
 
         Args:
             leaves: the tensors, in the order of the graph's inputs.
@@ -127,6 +143,8 @@ class Calling:
         """
         if self.constraints is not None:
             self.constraints.check(leaves)
+        if self.decisions is not None:
+            self.decisions.check(leaves)
 
     def _unchecked(self, values: tuple[Any, ...]) -> list[Any]:
         if self._flat:
@@ -152,7 +170,13 @@ class Calling:
         for argument, value in zip(self.arguments, values):
             if argument.spec is None and argument.leaves[0] is not None and not _is_constant(argument.constant, value):
                 return False
-        return self.constraints is None or self.constraints.holds(self._unchecked(values))
+        leaves = self._unchecked(values)
+        if self.constraints is not None and not self.constraints.holds(leaves):
+            return False
+        if self.decisions is not None and torch.compiler.is_exporting():
+            self.decisions.record(leaves)
+            return True
+        return self.decisions is None or self.decisions.hold(leaves)
 
     def result(self, leaves: Sequence[Any]) -> Any:
         """What the model returns, from the outputs of the graph.

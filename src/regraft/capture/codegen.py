@@ -6,10 +6,12 @@ import copy
 import re
 from typing import Any
 
+from torch.fx import GraphModule
 from torch.fx.graph import CodeGen
 
 from regraft.capture import torch_private
 from regraft.capture.calling import Calling
+from regraft.core.fx_private import codegen_of
 
 #: the name of the `Calling` in the generated code
 _NAME = "_regraft_calling"
@@ -96,6 +98,17 @@ class CallingCodeGen(CodeGen):
     def __deepcopy__(self, memo: dict[int, Any]) -> CallingCodeGen:
         # nothing in it changes once it is made; a tree's context may hold classes, which must not be copied
         return copy.copy(self)
+
+
+def decided_in(gm: GraphModule) -> str:
+    """What a graph was captured to decide by the values of its inputs: what was read, and the line that reads it.
+
+    Args:
+        gm: the graph module.
+    """
+    codegen = codegen_of(gm.graph)
+    decisions = codegen.calling.decisions if isinstance(codegen, CallingCodeGen) else None
+    return "" if decisions is None else str(decisions)
 
 
 def direct(lines: list[str]) -> list[str]:

@@ -18,7 +18,9 @@ from torch import nn
 
 from regraft.capture import caches, torch_private
 from regraft.capture.as_it_runs import AsItRuns, TooInvolved, attention_asked
+from regraft.capture.decisions import Asked
 from regraft.capture.failures import decides_by_value, where
+from regraft.capture.given_numbers import GivenNumbers
 from regraft.capture.known_numbers import KnownNumbers, constants_of
 from regraft.capture.own_state import changed_meanwhile
 from regraft.capture.shapes import Axes, enlarged
@@ -31,13 +33,14 @@ _LEAVES = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, bool, int,
 
 
 class Seen:
-    """The structure of a model's result, and what of the model was replaced as it ran.
+    """The structure of a model's result, what of the model was replaced as it ran, and what it read of its inputs.
 
     An object of its own, because export puts back what a forward sets.
     """
 
     out_spec: Any = None
     changed: Set[str] = frozenset()
+    asked: Sequence[Asked] = ()
 
 
 class Flat(nn.Module):
@@ -50,15 +53,25 @@ class Flat(nn.Module):
         call: the call that it gets.
         seen: where to note what the model returns.
         quick: whether to give up where sizes are too involved.
+        values: the tensors that it gets, where it may read numbers of them; what those were read of are its last
+            results then.
     """
 
-    def __init__(self, model: nn.Module, call: Call, seen: Seen, quick: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        call: Call,
+        seen: Seen,
+        quick: bool = False,
+        values: Sequence[torch.Tensor] | None = None,
+    ) -> None:
         super().__init__()
         self.training = model.training
         self._modules[PREFIX] = model
         self.call = call
         self.seen = seen
         self.quick = quick
+        self.values = values
         self.constants = constants_of(model)
         self.__dict__["forward"] = _with_names(self._run, call.names)
 
@@ -67,9 +80,11 @@ class Flat(nn.Module):
         model = self._modules[PREFIX]
         assert model is not None
         known = KnownNumbers((getattr(module, name), value) for module, name, value in self.constants)
-        with changed_meanwhile(model) as changed, attention_asked(model), AsItRuns(self.quick, known):
+        given = GivenNumbers(known, None if self.values is None else zip(leaves, self.values, strict=True))
+        with changed_meanwhile(model) as changed, attention_asked(model), AsItRuns(self.quick, known, given):
             result = model(*args, **kwargs)
         self.seen.changed = changed
+        self.seen.asked = given.asked
         flat, spec = torch_private.tree_flatten(caches.unfold(result))
         self.seen.out_spec = spec
         for leaf in flat:
@@ -77,7 +92,7 @@ class Flat(nn.Module):
                 raise TypeError(
                     f"the model returns a {type(leaf).__name__}, which pytree cannot take apart: unsupported output"
                 )
-        return tuple(flat)
+        return (*flat, *(asked.tensor for asked in given.asked))
 
 
 def _with_names(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
@@ -107,12 +122,15 @@ class Exported:
         out_spec: the structure of the model's result.
         enlarged: whether the sample had to be enlarged for it.
         changed: what the model replaced as it ran, by name.
+        asked: what the model read of its inputs; that which each was read of is a result of the program, after those
+            of the model.
     """
 
     program: torch.export.ExportedProgram
     out_spec: Any
     enlarged: bool
     changed: Set[str]
+    asked: Sequence[Asked]
 
 
 def export(
@@ -121,6 +139,7 @@ def export(
     axes: Axes,
     ways: Sequence[Callable[[], AbstractContextManager[Any]]],
     quick: bool = False,
+    decided: bool = False,
 ) -> Exported:
     """Export a model, in the first of some ways that works.
 
@@ -130,6 +149,7 @@ def export(
         axes: which axes of the tensors vary.
         ways: contexts to export in, the plain one first.
         quick: whether to give up where sizes are too involved.
+        decided: whether what the model decides by the values of its inputs is decided as for these.
 
     Raises:
         TooInvolved: they are.
@@ -147,7 +167,7 @@ def export(
     for way in ways:
         for sample in samples:
             seen = Seen()
-            flat = Flat(model, call, seen, quick)
+            flat = Flat(model, call, seen, quick, sample if decided else None)
             try:
                 with way(), torch.inference_mode(False), torch.no_grad(), _quiet(), _unmarked(sample):
                     program = torch.export.export(flat, tuple(sample), strict=False, dynamic_shapes=_shapes(axes))
@@ -164,7 +184,7 @@ def export(
                 elif stop is not None and stops == {stop}:
                     break  # neither the samples nor the way make a difference
             else:
-                return Exported(program, seen.out_spec, sample is not leaves, seen.changed)
+                return Exported(program, seen.out_spec, sample is not leaves, seen.changed, seen.asked)
     assert failure is not None
     raise failure
 

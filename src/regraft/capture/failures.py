@@ -204,6 +204,13 @@ def where(model: nn.Module, error: BaseException) -> str:
     return "its forward"
 
 
+def line_that_runs() -> str:
+    """The line of a model's source that is being run: the innermost that is no library's under it."""
+    frames = traceback.extract_stack()
+    own = [frame for frame in frames if not _is_machinery(frame.filename)]
+    return f"{own[-1].filename}:{own[-1].lineno}: {(own[-1].line or '').strip()}" if own else "its forward"
+
+
 def _chain(error: BaseException | None) -> list[TracebackType]:
     found: list[TracebackType] = []
     while error is not None:

@@ -14,7 +14,11 @@ from regraft.capture import torch_private
 
 Maker = Callable[[], Any]
 
-_READING: frozenset[Any] = frozenset([Tensor.item, Tensor.__int__, Tensor.__index__, Tensor.__bool__, Tensor.__float__])
+#: what reads the one number of a tensor
+READING: frozenset[Any] = frozenset(
+    [Tensor.item, Tensor.__int__, Tensor.__index__, Tensor.__bool__, Tensor.__float__]
+    + [Tensor.is_nonzero, torch.is_nonzero]
+)
 _TAKEN_APART = Tensor.unbind  # by `tolist`, too
 _BOTH = ["add", "sub", "mul", "div", "neg", "abs", "remainder", "ceil", "floor", "maximum", "minimum"]
 _COMPARING = ["eq", "ne", "lt", "le", "gt", "ge"]
@@ -70,21 +74,10 @@ class KnownNumbers:
             function: what is called.
             args: its positional arguments.
         """
-        if function not in _READING or (maker := self._maker(args[0])) is None:
+        if function not in READING or (maker := self.maker(args[0])) is None:
             return None
         with torch_private.outside_of_modes():
             return function(maker())
-
-    def instead(self, value: Any) -> Any:
-        """The number in place of a tensor that is a known one, in tuples and lists, too.
-
-        Args:
-            value: anything.
-        """
-        if isinstance(value, (tuple, list)):
-            return [self.instead(one) for one in value]
-        number = self.read(Tensor.item, (value,)) if isinstance(value, Tensor) and value.dim() == 0 else None
-        return value if number is None else number
 
     def follow(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Note what a call has made of known numbers.
@@ -97,15 +90,15 @@ class KnownNumbers:
         """
         if function in _MADE_OF_NUMBERS and _is_whole(result):
             self._note_computed(result, function, args, {**kwargs, "device": "cpu"})
-        elif function is _TAKEN_APART and (maker := self._maker(args[0])) is not None:
+        elif function is _TAKEN_APART and (maker := self.maker(args[0])) is not None:
             for index, one in enumerate(result):
                 self._note(one, lambda index=index: maker().unbind(*args[1:], **kwargs)[index])  # type: ignore[misc]
-        elif function in _JOINING or (function in _ARITHMETIC and any(isinstance(arg, Tensor) for arg in args)):
+        elif function in _JOINING or function in _ARITHMETIC:
             self._note_computed(result, function, args, kwargs)
 
     def _note_computed(self, result: Tensor, function: Any, args: Any, kwargs: Any) -> None:
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        makers = [self._maker(leaf) if isinstance(leaf, Tensor) else _plain(leaf) for leaf in leaves]
+        makers = [self.maker(leaf) if isinstance(leaf, Tensor) else plain(leaf) for leaf in leaves]
         if None in makers or kwargs.get("out") is not None:
             return
 
@@ -118,11 +111,21 @@ class KnownNumbers:
     def _note(self, tensor: Tensor, maker: Maker) -> None:
         self._makers[tensor] = maker, tensor._version
 
-    def _maker(self, tensor: Any) -> Maker | None:
+    def maker(self, tensor: Any) -> Maker | None:
+        """What makes the value of a tensor that is known; None for any other.
+
+        Args:
+            tensor: the tensor.
+        """
         maker, version = self._makers.get(tensor, (None, 0)) if isinstance(tensor, Tensor) else (None, 0)
         return maker if maker is not None and tensor._version == version else None
 
 
-def _plain(argument: Any) -> Maker | None:
+def plain(argument: Any) -> Maker | None:
+    """What makes an argument that is no tensor; None where another call may have another.
+
+    Args:
+        argument: the argument.
+    """
     varies = isinstance(argument, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
     return None if varies or hasattr(argument, "__array__") else lambda: argument  # those of NumPy may be written to

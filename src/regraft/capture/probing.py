@@ -37,7 +37,8 @@ class Probe:
 
     def __init__(self, model: nn.Module, gm: GraphModule, call: Call, calling: Calling) -> None:
         assert calling.constraints is not None
-        self.model, self.gm, self.call, self.constraints = model, gm, call, calling.constraints
+        self.model, self.gm, self.call, self.calling = model, gm, call, calling
+        self.constraints = calling.constraints
         self._verdicts: dict[tuple[torch.Size, ...], bool | None] = {}
 
     def allow_size_one(self) -> None:
@@ -67,7 +68,7 @@ class Probe:
         """Whether the graph takes the sample as it is, and gives, bit for bit, what the model gives."""
         leaves = list(self.call.leaves)
         try:
-            self.constraints.check(leaves)  # it may have been tried before a size of one was forbidden
+            self.calling.check(leaves)  # it may have been tried before a size of one was forbidden
         except TypeError:
             return False
         return self._agree(leaves) is True

@@ -102,6 +102,12 @@ def symbolic_expression(size: Any) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
+def size_in_the_example(size: Any) -> Any:
+    """The number that a symbolic size is in the example that export runs with; None where it is made of values."""
+    hint = getattr(size.node, "hint", None)
+    return hint if type(hint) in (bool, int, float) else None
+
+
 def _counts(version: Callable[[dict[str, Any]], Any]) -> bool:
     """Whether a function tells the states of a dictionary apart, and finds one that nobody wrote to the same."""
     table = vars(SimpleNamespace(first=0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ def trace(
             A graph module is returned as it is, as regraft's.
         args: positional arguments, tensors or nested containers of them.
         kwargs: keyword arguments. What is no tensor is fixed in the graph, and so are whole numbers that the model
-            reads from buffers of its own that are in no checkpoint.
+            reads from buffers of its own that are in no checkpoint. What it reads of its inputs, as `if mask.all()`
+            does, is fixed where it cannot be captured otherwise; a call of which it would read anything else raises.
         dynamic_shapes: which sizes may differ from the example's. None: none may. `"auto"`: all that can; where export
             fails so, or would reason for minutes (Swin), the first axes that can, and where it fails again, none.
             Otherwise a form of `torch.export.export`.
@@ -97,12 +99,25 @@ def capture(model: nn.Module, call: Call, axes: Axes, automatic: bool) -> GraphM
     Raises:
         CaptureError: the model cannot be captured.
     """
-    exporting = _exported_as_widely_as_can_be if automatic else _exported
+    capturing = partial(_captured, model, call, axes, automatic)
     try:
-        exported = exporting(model, call, axes)
-    except CaptureError:
+        gm = capturing(decided=False)
+    except CaptureError as error:
         refuse_example(model, call)
-        raise
+        if not decides_by_value(error.__cause__):
+            raise
+        try:
+            gm = capturing(decided=True)
+        except (CaptureError, NotImplementedError):  # which are about what is tried last
+            raise error from error.__cause__
+    transformers_adapter.dress(gm, model)
+    return gm
+
+
+def _captured(model: nn.Module, call: Call, axes: Axes, automatic: bool, decided: bool) -> GraphModule:
+    """Capture a call; `decided` is whether what it reads of its inputs is fixed, and asked for at other calls."""
+    exporting = partial(_exported_as_widely_as_can_be if automatic else _exported, decided=decided)
+    exported = exporting(model, call, axes)
     gm = _assembled(model, call, exported, automatic)
     with values_kept(weights_written(gm)):  # which are run on real tensors
         probe = Probe(model, gm, call, _calling(gm))
@@ -121,14 +136,22 @@ def capture(model: nn.Module, call: Call, axes: Axes, automatic: bool) -> GraphM
                 for leaf, varying in zip(call.leaves, axes)
             ]
             gm = _assembled(model, call, exporting(model, call, plain), automatic)
-            Probe(model, gm, call, _calling(gm)).allow_size_one()
-    transformers_adapter.dress(gm, model)
+            probe = Probe(model, gm, call, _calling(gm))
+            probe.allow_size_one()
+        if decided and not probe.agrees():
+            raise CaptureError(f"{type(model).__name__} decides by something that a graph of it does not")
     return gm
 
 
 def _assembled(model: nn.Module, call: Call, exported: Exported, automatic: bool) -> GraphModule:
     return assemble(
-        model, exported.program, call.interface, exported.out_spec, automatic=automatic, rename=without_prefix
+        model,
+        exported.program,
+        call.interface,
+        exported.out_spec,
+        automatic=automatic,
+        rename=without_prefix,
+        asked=exported.asked,
     )
 
 
@@ -138,25 +161,25 @@ def _calling(gm: GraphModule) -> Calling:
     return codegen.calling
 
 
-def _exported_as_widely_as_can_be(model: nn.Module, call: Call, axes: Axes) -> Exported:
+def _exported_as_widely_as_can_be(model: nn.Module, call: Call, axes: Axes, decided: bool = False) -> Exported:
     """Where export cannot make out, or not soon, how all sizes hang together: with the batch alone varying, or none."""
     batch: Axes = [{0: varying[0]} if varying and 0 in varying else None for varying in axes]
     none: Axes = [None] * len(axes)
     *ways, last = [axes, *(fewer for fewer in (batch, none) if fewer != axes)]
-    fixed: Exported | None = None
+    fixed = _exported(model, call, last, decided=True) if decided else None  # where it fails, the rest does as well
     for way in ways:
         try:
-            return _exported(model, call, way, quick=True)
+            return _exported(model, call, way, quick=True, decided=decided)
         except CaptureError as error:
             refuse_example(model, call)  # other axes would not help
             if fixed is None and decides_by_value(error.__cause__):
                 fixed = _exported(model, call, last)  # where this fails as well, the axes have no part in it
-    return fixed or _exported(model, call, last)
+    return fixed or _exported(model, call, last, decided=decided)
 
 
-def _exported(model: nn.Module, call: Call, axes: Axes, quick: bool = False) -> Exported:
+def _exported(model: nn.Module, call: Call, axes: Axes, quick: bool = False, decided: bool = False) -> Exported:
     try:
         with untouched(model):
-            return export(model, call, axes, transformers_adapter.ways(model), quick)
+            return export(model, call, axes, transformers_adapter.ways(model), quick, decided)
     except Exception as error:
         raise capture_error(model, error) from error

@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from regraft.capture import lift, trace
+from regraft.capture.codegen import decided_in
 from regraft.capture.own_state import Attribute, set_meanwhile, spelled, used_meanwhile
 from regraft.capture.sample_inputs import Unmakeable, example_call
 from regraft.capture.trace import expect_python
@@ -229,6 +230,10 @@ def _captured(
         _expect_to_run(graph)
         seconds = _seconds_of(graph)
     entry = Entry(name, gm, first)
+    if decided := decided_in(gm):
+        if calls[1:] and not any(map(entry.takes, calls[1:])):
+            raise CaptureError(f"what it reads of its inputs is not the same in each call: {decided}")
+        notes.append(f"the original runs {name} where it reads anything else of its inputs than {decided}")
     return replace(graph, seconds=seconds, more=tuple(reader.apart(one) for one in calls[1:] if entry.takes(one)))
 
 

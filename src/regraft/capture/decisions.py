@@ -1,0 +1,209 @@
+"""What a graph was captured to decide by the values of its inputs, and the question whether a call decides the same."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.export.graph_signature import OutputKind
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from regraft.capture.module_tree import place_tensor
+from regraft.core.errors import NotCovered
+from regraft.core.graph_module import GraphModule, adopt
+
+_SAID = 3
+"""How many of them to write out."""
+_OPERATORS = {"_operator", "math", "torch"}
+"""Where the functions come from that compute with sizes."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A number that a model has read of what it was given.
+
+    Args:
+        tensor: what it was read from; one number is in it.
+        number: what was read.
+        line: the line of the model's source that read it.
+    """
+
+    tensor: Tensor
+    number: bool | int
+    line: str
+
+
+@dataclass(frozen=True, eq=False)
+class Decisions:
+    """Numbers that a model has read of its inputs, and what it reads them of.
+
+    Args:
+        program: from the inputs to what each number is read of, as the model computes it.
+        numbers: what was read.
+        lines: the line of the model's source that reads it.
+    """
+
+    program: GraphModule
+    numbers: tuple[bool | int, ...]
+    lines: tuple[str, ...]
+
+    def __str__(self) -> str:
+        said = [f"{number} at {line}" for number, line in zip(self.numbers, self.lines, strict=True)]
+        return ", ".join(said[:_SAID]) + (f", and {len(said) - _SAID} more" if len(said) > _SAID else "")
+
+    def hold(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the model would read the same of these inputs.
+
+        Args:
+            tensors: the inputs, in the order of the graph's.
+        """
+        return self._other(tensors) is None
+
+    def check(self, tensors: Sequence[Tensor]) -> None:
+        """Ask a call for what the graph was captured with.
+
+        Args:
+            tensors: the inputs, in the order of the graph's.
+
+        Raises:
+            NotCovered: the model would read something else, and the message names the line that does, or nobody can
+                tell of these inputs.
+        """
+        try:
+            other = self._other(tensors)
+        except Exception as error:  # whatever torch raises of tensors that have no values, say
+            raise NotCovered(f"what the model reads of its inputs cannot be told of these: {error}") from error
+        if other is not None:
+            place, number = other
+            raise NotCovered(
+                f"the captured graph holds only where the model reads {self.numbers[place]} of its inputs, and of "
+                f"these it reads {number}, at {self.lines[place]}; capture the model with an example of this kind"
+            )
+
+    def record(self, tensors: Sequence[Tensor]) -> None:
+        """Put the questions into the graph that `torch.export` makes, which raises where the answer is another.
+
+        Args:
+            tensors: what stands for the inputs in it.
+        """
+        for value, number, line in zip(self.program(*tensors), self.numbers, self.lines, strict=True):
+            read = value.reshape(()).to(torch.bool if type(number) is bool else torch.int64)
+            said = f"the program holds only where the model reads {number} at {line}"
+            torch._assert_async(read == number, said)
+
+    def _other(self, tensors: Sequence[Tensor]) -> tuple[int, bool | int] | None:
+        """The first place where the model would read something else, and what."""
+        for place, (value, number) in enumerate(zip(self.program(*tensors), self.numbers, strict=True)):
+            read = bool(value) if type(number) is bool else int(value)
+            if read != number:
+                return place, read
+        return None
+
+
+def decisions_of(program: torch.export.ExportedProgram, asked: Sequence[Asked]) -> Decisions | None:
+    """What a program decides by the values of its inputs.
+
+    Args:
+        program: the program, which returns what the numbers are read of last.
+        asked: what was read.
+
+    Raises:
+        NotImplementedError: what decides is computed by something else than the inputs alone, or at random.
+    """
+    if not asked:
+        return None
+    if any(_writes(node) for node in program.graph.nodes):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # at what torch itself does
+            program = program.run_decompositions({})  # what is written to is another node then
+    results = [spec.arg.name for spec in program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
+    nodes = {node.name: node for node in program.graph.nodes}
+    read = [nodes[name] for name in results[-len(asked) :]]
+    _expect_plain(program, _needed(read))
+    varying = _computed_of_inputs(program)
+    pairs = [(node, one) for node, one in zip(read, asked, strict=True) if node in varying]
+    if not pairs:
+        return None
+    graph, gm = Graph(), GraphModule(nn.Module(), Graph(), "Decisions")
+    copies = _computed(program, [node for node, _ in pairs], graph, gm)
+    once: dict[tuple[Node, type], Asked] = {}
+    for node, one in pairs:
+        once.setdefault((copies[node], type(one.number)), one)
+    graph.output(tuple(node for node, _ in once))
+    gm.graph = graph
+    return Decisions(adopt(gm), tuple(one.number for one in once.values()), tuple(one.line for one in once.values()))
+
+
+def _expect_plain(program: torch.export.ExportedProgram, nodes: set[Node]) -> None:
+    """Refuse what is computed of more than the inputs and constants, at random, or by changing something."""
+    signature = program.graph_signature
+    names = {*signature.user_inputs, *signature.inputs_to_lifted_tensor_constants}
+    for node in nodes:
+        if node.name not in names if node.op == "placeholder" else node.op != "call_function" or not _is_plain(node):
+            raise NotImplementedError(f"the model decides by {node.name}, which is not computed of its inputs alone")
+
+
+def _computed(
+    program: torch.export.ExportedProgram, results: list[Node], graph: Graph, gm: GraphModule
+) -> dict[Node, Node]:
+    """Write into a graph what some nodes of a program are computed by, everything once, and its constants into `gm`."""
+    inputs = set(program.graph_signature.user_inputs)
+    constants = program.graph_signature.inputs_to_lifted_tensor_constants
+    needed = _needed(results)
+    copies: dict[Node, Node] = {}
+    made: dict[str, Node] = {}
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and node.name in inputs:
+            copies[node] = graph.placeholder(node.name)
+        elif node.op == "placeholder" and node in needed:
+            place_tensor(gm, node.name, program.constants[constants[node.name]])
+            copies[node] = graph.create_node("get_attr", node.name)
+        elif node in needed:
+            args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
+            call = f"{node.target} {args} {kwargs}"
+            if node.target is torch.ops.aten.clone.default:  # nothing is written to here
+                made[call] = args[0]
+            if call not in made:
+                made[call] = graph.call_function(node.target, args, kwargs)
+            copies[node] = made[call]
+    return copies
+
+
+def _computed_of_inputs(program: torch.export.ExportedProgram) -> set[Node]:
+    inputs = set(program.graph_signature.user_inputs)
+    found: set[Node] = set()
+    for node in program.graph.nodes:
+        if (node.op == "placeholder" and node.name in inputs) or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _needed(results: list[Node]) -> set[Node]:
+    needed: set[Node] = set()
+    waiting = list(results)
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting += node.all_input_nodes
+    return needed
+
+
+def _is_plain(node: Node) -> bool:
+    """Whether a call gives the same for the same inputs, and changes nothing."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return getattr(target, "__module__", None) in _OPERATORS
+    return torch.Tag.nondeterministic_seeded not in target.tags and not _writes(node)
+
+
+def _writes(node: Node) -> bool:
+    # `detach_` is the second half of how `torch.tensor(...)` in a forward is exported
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target is torch.ops.aten.detach_.default:
+        return False
+    return target._schema.is_mutable

@@ -1,0 +1,309 @@
+"""What a model decides by the values of its inputs: fixed as in the example, and asked for at each call."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import regraft as rg
+from regraft.capture.codegen import decided_in
+from regraft.capture.given_numbers import GivenNumbers
+from regraft.core.errors import CaptureError, NotCovered
+from regraft.dropin import grafts_of
+
+Forward = Callable[[nn.Module, Tensor, Tensor], Tensor]
+LENGTHS = torch.tensor([6, 4, 2])
+X = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Decides(nn.Module):
+    """A linear layer, and something that is decided around it."""
+
+    def __init__(self, function: Forward) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.linear = nn.Linear(4, 4)
+        with torch.no_grad():
+            for weight in self.parameters():
+                weight.copy_(torch.randn(weight.shape, generator=generator))
+        self.register_buffer("flag", torch.tensor(True))
+        self.function = function
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.function(self, x, lengths)
+
+
+def filled(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    mask = torch.zeros(x.shape[:2], dtype=torch.bool)
+    for row, length in enumerate(lengths):
+        mask[row, :length] = True
+    return m.linear(x) * mask[..., None]
+
+
+def doubled_once_written(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    shorter = lengths.clone()
+    longest = shorter.max()
+    shorter[0] = 1
+    y = m.linear(x)[:, : int(shorter.max())]
+    return y * 2 if longest > 5 else y
+
+
+def written_later(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    shorter = lengths.clone()
+    first = int(shorter[0])
+    shorter[0] = 1
+    return m.linear(x)[:, : int(shorter.max())] * first
+
+
+def picked(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    y: Tensor = m.linear(x)[torch.arange(x.shape[1]) < lengths[:, None]]
+    return y * 2 if y.shape[0] > 5 else y
+
+
+def picked_within(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    y: Tensor = m.linear(x)[None, ..., torch.arange(x.shape[1]) < lengths[0], 1:]
+    return y * 2 if y.shape[2] > 2 else y
+
+
+def found(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    rows, columns = torch.where(torch.arange(x.shape[1]) < lengths[:, None])
+    return m.linear(x) if len(rows) == 0 else m.linear(x)[rows, columns] + 1
+
+
+def listed(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    places = (lengths > 3).nonzero()
+    return m.linear(x)[places.flatten()] if places.shape[0] > 1 else m.linear(x)
+
+
+FIXED: dict[str, tuple[Forward, list[list[int]], list[list[int]]]] = {
+    # what is decided, lengths that decide it alike, and lengths that do not
+    "a bool": (lambda m, x, n: m.linear(x) if (n > 3).any() else x, [[1, 1, 4]], [[1, 1, 1]]),
+    "an item": (lambda m, x, n: m.linear(x) if (n.float().mean() > 2).item() else x, [[3, 3, 3]], [[1, 1, 1]]),
+    "a number": (lambda m, x, n: m.linear(x)[:, : int(n.max())] * 2, [[1, 6, 6]], [[5, 5, 5], [1, 1, 1]]),
+    "a number and a bool": (
+        lambda m, x, n: m.linear(x) * int(n[0]) if n[0] else x,
+        [[6, 1, 1]],
+        [[5, 4, 2], [0, 0, 0]],
+    ),
+    "an equal": (lambda m, x, n: m.linear(x) if torch.equal(n, n.flip(0)) else x, [[5, 4, 3]], [[5, 4, 5]]),
+    "a close": (lambda m, x, n: m.linear(x) if n.float().allclose(n * 1.1) else x, [[5, 4, 3]], [[0, 0, 0]]),
+    "a member": (lambda m, x, n: m.linear(x) if 4 in n else x, [[4, 4, 4]], [[1, 2, 3]]),
+    "a mask that is filled": (filled, [], [[6, 5, 2], [1, 1, 1]]),
+    "what is written": (doubled_once_written, [[6, 1, 4]], [[5, 4, 2], [6, 3, 2]]),
+    "what is written later": (written_later, [[6, 1, 4]], [[5, 4, 2], [6, 3, 2]]),
+    "rows of a mask": (picked, [[2, 4, 6], [4, 4, 4]], [[6, 6, 6], [0, 0, 0]]),
+    "rows of an axis": (picked_within, [[6, 1, 1]], [[5, 4, 2], [1, 4, 2]]),
+    "places": (found, [[2, 4, 6]], [[6, 6, 6], [0, 0, 0]]),
+    "places in a list": (listed, [[1, 5, 6], [4, 4, 0]], [[6, 6, 6], [0, 0, 0]]),
+}
+
+
+@pytest.mark.parametrize("sizes", [None, "auto"])
+@pytest.mark.parametrize("name", FIXED)
+def test_what_is_decided_alike_is_computed_alike_and_anything_else_refused(name: str, sizes: str | None) -> None:
+    function, alike, others = FIXED[name]
+    model = Decides(function).eval()
+    gm = rg.trace(model, (X, LENGTHS), dynamic_shapes=sizes)
+    assert decided_in(gm)
+    loaded = pickle.loads(pickle.dumps(gm))
+    for graph in (gm, copy.deepcopy(gm), loaded):
+        for lengths in ([*LENGTHS.tolist()], *alike):
+            given = torch.tensor(lengths)
+            assert torch.equal(graph(-X, given), model(-X, given))
+        for lengths in others:
+            with pytest.raises(
+                NotCovered, match=r"reads .* of its inputs, and of these it reads .* an example of this"
+            ):
+                graph(X, torch.tensor(lengths))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x, n: m.linear(x) if torch.rand(3).max() > 0.1 else x,  # what is drawn
+        lambda m, x, n: m.linear(x) if (torch.rand_like(x).max() > 0.1) | (n > 1).any() else x,
+        lambda m, x, n: m.linear(x) if m.flag else x,  # what a checkpoint may replace
+        lambda m, x, n: m.linear(x) if (n > 1).all() & m.flag else x,
+        lambda m, x, n: m.linear(x) if m.linear(x).max() > n.max() else x,  # what weights make
+        lambda m, x, n: x if m.linear(x)[m.linear(x) > 0].shape[0] > n.max() else x + 1,
+        lambda m, x, n: m.linear(x) * float(x.max()) if float(x.max()) > 1 else x,  # what no other call would have
+    ],
+)
+def test_what_is_decided_by_anything_else_is_refused(function: Forward) -> None:
+    with pytest.raises(CaptureError, match="decides by the value of a tensor"):
+        rg.trace(Decides(function).eval(), (X, LENGTHS))
+
+
+def test_a_mask_of_other_sizes_than_what_it_picks_from_is_refused_as_the_model_refuses_it() -> None:
+    model = Decides(lambda m, x, n: picked_by(m.linear(x), n)).eval()
+    mask = torch.arange(6) < LENGTHS[:, None]
+    gm = rg.trace(model, (X, mask), dynamic_shapes="auto")
+    assert torch.equal(gm(-X, mask), model(-X, mask))
+    for sizes in ((4, 6, 4), (3, 7, 4), (2, 6, 4)):
+        with pytest.raises(IndexError):
+            model(torch.randn(sizes), mask)
+        with pytest.raises(NotCovered):
+            gm(torch.randn(sizes), mask)
+
+
+def picked_by(y: Tensor, mask: Tensor) -> Tensor:
+    return y[mask] * 2 if y[mask].shape[0] > 5 else y[mask]
+
+
+def test_what_varies_still_varies() -> None:
+    model = Decides(FIXED["a bool"][0]).eval()
+    gm = rg.trace(model, (X, LENGTHS), dynamic_shapes="auto")
+    for rows, length in ((3, 9), (5, 6), (1, 1)):
+        x, lengths = torch.randn(rows, length, 4), torch.full((rows,), 5)
+        assert torch.equal(gm(x, lengths), model(x, lengths))
+        with pytest.raises(NotCovered, match="reads True of its inputs"):
+            gm(x, lengths - 3)
+
+
+def test_a_size_that_is_read_of_a_tensor_is_asked_for_as_well() -> None:
+    model = Decides(lambda m, x, n: m.linear(x) * (2 if torch.tensor(x.shape).max() > 6 else 3)).eval()
+    gm = rg.trace(model, (X, LENGTHS), dynamic_shapes="auto")
+    for length in (2, 6, 7, 9):
+        x = torch.randn(3, length, 4)
+        try:
+            assert torch.equal(gm(x, LENGTHS), model(x, LENGTHS))
+        except NotCovered:
+            assert length != 6
+        else:
+            assert length <= 6
+
+
+def test_a_model_that_a_graph_holds_for_without_asking_is_not_asked() -> None:
+    model = Decides(lambda m, x, n: m.linear(x)[:, : n.max()]).eval()
+    assert not decided_in(rg.trace(model, (X, LENGTHS), dynamic_shapes="auto"))
+    written = Decides(lambda m, x, n: m.linear(x) * written_number()).eval()
+    gm = rg.trace(written, (X, LENGTHS))
+    assert not decided_in(gm)
+    assert torch.equal(gm(-X, LENGTHS), written(-X, LENGTHS))
+
+
+def written_number() -> int:
+    numbers = torch.zeros(2)
+    numbers[1] = 3
+    return int(numbers.sum())
+
+
+def test_a_trace_with_proxies_would_lose_the_question_and_is_refused() -> None:
+    gm = rg.trace(Decides(FIXED["a bool"][0]).eval(), (X, LENGTHS))
+    with pytest.raises(NotCovered, match="would be lost in a trace"):
+        torch.fx.symbolic_trace(gm)
+
+
+class Encoder(nn.Module):
+    """Three layers that pay, around what a mask of padding decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[part for _ in range(3) for part in (nn.Linear(64, 64), nn.GELU())])
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if not mask.all():
+            x = x * mask[..., None]
+        return self.layers(x)
+
+
+@pytest.fixture(scope="module")
+def encoder() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return Encoder().eval(), torch.randn(4, 32, 64), torch.ones(4, 32, dtype=torch.bool)
+
+
+def test_a_dropin_runs_the_original_where_it_decides_otherwise(encoder: tuple[nn.Module, Tensor, Tensor]) -> None:
+    model, x, mask = encoder
+    result = rg.optimize(model, (x, mask), keep="all", seconds=0.01)
+    assert any("the original runs forward where it reads anything else" in note for note in result.notes)
+    assert any("if not mask.all()" in note for note in result.notes)
+    padded = mask.clone()
+    padded[1, 9:] = False
+    grafts = grafts_of(result.model)
+    assert grafts is not None
+    with torch.inference_mode():
+        for given, calls in ((mask, 1), (padded, 1), (mask, 2)):
+            truth = copy.deepcopy(model).double()(x.double(), given)
+            assert torch.allclose(result.model(x, given).double(), truth, rtol=0, atol=1e-6)
+            assert grafts.calls == {"forward": calls}
+
+
+def test_a_saved_program_raises_where_it_decides_otherwise(
+    encoder: tuple[nn.Module, Tensor, Tensor], tmp_path: Path
+) -> None:
+    model, x, mask = encoder
+    path = tmp_path / "encoder.pt2"
+    rg.optimize(model, (x, mask), keep="all", seconds=0.01).save(path)
+    for program in (torch.export.load(path).module(), rg.load(path), rg.trace(rg.load(path), (x, mask))):
+        assert torch.allclose(program(x, mask), model(x, mask), atol=1e-6)
+        with pytest.raises(RuntimeError, match=r"holds only where the model reads True at .*if not mask\.all\(\)"):
+            program(x, ~mask)
+
+
+def test_a_number_that_was_read_as_a_bool_is_asked_for_as_one(tmp_path: Path) -> None:
+    model = Decides(lambda m, x, n: m.linear(x) if n.sum() else x).eval()
+    gm = rg.trace(model, (X, LENGTHS))
+    assert torch.equal(gm(X, LENGTHS + 1), model(X, LENGTHS + 1))
+    torch.export.save(torch.export.export(gm, (X, LENGTHS), strict=False), file := io.BytesIO())
+    file.seek(0)
+    program = torch.export.load(file).module()
+    assert torch.equal(program(X, LENGTHS + 1), model(X, LENGTHS + 1))
+    with pytest.raises(RuntimeError, match="reads True"):
+        program(X, LENGTHS * 0)
+
+
+def test_what_is_read_twice_is_asked_once() -> None:
+    def function(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+        for _ in range(3):
+            x = m.linear(x) * int(lengths.max()) if lengths.max() else x
+        return x
+
+    gm = rg.trace(Decides(function).eval(), (X, LENGTHS))
+    assert decided_in(gm).count(" at ") == 2  # as a number, and as a bool
+    with pytest.raises(NotCovered):
+        gm(X, LENGTHS - 1)
+
+
+def test_a_graph_that_does_not_read_what_the_model_reads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = GivenNumbers.read
+
+    def misread(self: GivenNumbers, function: Any, args: Any) -> Any:
+        number = read(self, function, args)
+        if number is None:
+            return None
+        self.asked[-1] = replace(self.asked[-1], number=not number)
+        return not number
+
+    monkeypatch.setattr(GivenNumbers, "read", misread)
+    with pytest.raises(CaptureError, match="decides by the value of a tensor"):
+        rg.trace(Decides(FIXED["a bool"][0]).eval(), (X, LENGTHS))
+
+
+def test_a_compiled_graph_asks_too() -> None:
+    model = Decides(FIXED["a bool"][0]).eval()
+    compiled = torch.compile(rg.trace(model, (X, LENGTHS)), backend="eager")
+    assert torch.equal(compiled(X, LENGTHS), model(X, LENGTHS))
+    with pytest.raises(NotCovered):
+        compiled(X, LENGTHS * 0)
+    with torch.no_grad():
+        dropin = torch.compile(rg.optimize(model, (X, LENGTHS), keep="all", seconds=0.01).model, backend="eager")
+        for lengths in (LENGTHS, LENGTHS * 0, LENGTHS):
+            assert torch.allclose(dropin(X, lengths), model(X, lengths), atol=1e-6)
+
+
+def test_inputs_that_the_question_cannot_be_asked_of_are_refused() -> None:
+    model = Decides(lambda m, x, n: F.relu(m.linear(x)) if n.max() > 3 else x).eval()
+    gm = rg.trace(model, (X, LENGTHS))
+    with pytest.raises(NotCovered):
+        gm(X.to("meta"), LENGTHS.to("meta"))
