@@ -101,6 +101,8 @@ FIXED: dict[str, tuple[Forward, list[list[int]], list[list[int]]]] = {
     "a mask that is filled": (filled, [], [[6, 5, 2], [1, 1, 1]]),
     "what is written": (doubled_once_written, [[6, 1, 4]], [[5, 4, 2], [6, 3, 2]]),
     "what is written later": (written_later, [[6, 1, 4]], [[5, 4, 2], [6, 3, 2]]),
+    "a list": (lambda m, x, n: m.linear(x) * len([k for k in n.tolist() if k > 2]), [], [[6, 4, 1], [0, 0, 0]]),
+    "lists": (lambda m, x, n: m.linear(x) * len(set(map(tuple, (n > n[:, None]).tolist()))), [[9, 8, 7]], [[1, 1, 1]]),
     "rows of a mask": (picked, [[2, 4, 6], [4, 4, 4]], [[6, 6, 6], [0, 0, 0]]),
     "rows of an axis": (picked_within, [[6, 1, 1]], [[5, 4, 2], [1, 4, 2]]),
     "places": (found, [[2, 4, 6]], [[6, 6, 6], [0, 0, 0]]),
@@ -288,6 +290,28 @@ def test_a_graph_that_does_not_read_what_the_model_reads_is_refused(monkeypatch:
     monkeypatch.setattr(GivenNumbers, "read", misread)
     with pytest.raises(CaptureError, match="decides by the value of a tensor"):
         rg.trace(Decides(FIXED["a bool"][0]).eval(), (X, LENGTHS))
+
+
+@pytest.mark.parametrize("kind", [Tensor.bool, Tensor.int, Tensor.long])
+def test_a_list_is_asked_for_once_in_a_saved_program_too(kind: Any) -> None:
+    model = Decides(lambda m, x, n: m.linear(x) * len(list(filter(None, kind(n - 2).tolist())))).eval()
+    gm = rg.trace(model, (X, LENGTHS))
+    assert decided_in(gm).count(" at ") == 1
+    torch.export.save(torch.export.export(gm, (X, LENGTHS), strict=False), file := io.BytesIO())
+    file.seek(0)
+    program = torch.export.load(file).module()
+    assert torch.equal(program(-X, LENGTHS), model(-X, LENGTHS))
+    with pytest.raises(RuntimeError, match=r"the model reads \[.*\] at"):
+        program(X, LENGTHS.flip(0))
+
+
+def test_a_long_list_is_not_written_out() -> None:
+    model = Decides(lambda m, x, n: m.linear(x) * len(list(filter(None, n.tolist())))).eval()
+    lengths = torch.arange(1000)
+    gm = rg.trace(model, (X, lengths))
+    assert len(decided_in(gm)) < 300
+    with pytest.raises(NotCovered, match=r"reads \[0, 1, 2, 3, 4, 5, \.\.\.\] of its inputs"):
+        gm(X, lengths + 1)
 
 
 def test_a_compiled_graph_asks_too() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
@@ -296,3 +297,38 @@ def test_a_model_that_generates_with_another_within_it_says_so(caplog) -> None:
     assert torch.equal(tokens(model, input_ids=ids(2, 7)), expected)
     assert counted(inner.model)["decode"] > 0
     assert not any("generate calls" in note for note in inner.notes)
+
+
+@pytest.mark.parametrize("decides", ["of the mask", "of the steps"])
+def test_what_a_model_reads_of_its_inputs_is_asked_at_each_step_or_no_graph_is_made(decides: str) -> None:
+    plain = decoder("Llama")
+
+    class Deciding(type(plain)):
+        @functools.wraps(type(plain).forward)
+        def forward(self, *args, attention_mask=None, **kwargs):
+            result = super().forward(*args, attention_mask=attention_mask, **kwargs)
+            if attention_mask is not None:
+                full = bool(attention_mask.all())
+                doubled = full if decides == "of the mask" else attention_mask.sum().item() % 4 == 0
+                result.logits = result.logits * (2 if doubled else -1)
+            return result
+
+    model = copy.deepcopy(plain)
+    model.__class__ = Deciding
+    inputs = {"input_ids": ids(2, 7), "attention_mask": torch.ones(2, 7, dtype=torch.long)}
+    result = optimize(model, kwargs=inputs, transformations="MergeLinears", keep="all", seconds=0.01)
+    unmade = [note for note in result.notes if "was not captured" in note]
+    padded = inputs["attention_mask"].clone()
+    padded[0, 0] = 0
+    if decides == "of the mask":
+        assert not unmade
+        assert ran(model, result.model, inputs) == {"prefill": 1, "decode": 7}
+        assert ran(model, result.model, {**inputs, "attention_mask": padded}) == {
+            "padded prefill": 1,
+            "padded decode": 7,
+        }
+    else:
+        assert len(unmade) == 1
+        assert unmade[0].startswith("padded decode was not captured")
+        assert "what it reads of its inputs is not the same in each call" in unmade[0]
+        assert ran(model, result.model, {**inputs, "attention_mask": padded}) == {"padded prefill": 1}

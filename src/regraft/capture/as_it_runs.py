@@ -43,7 +43,8 @@ class AsItRuns(TorchFunctionMode):
     The numbers of `torch.arange(1, 4).tolist()` are no values of the inputs, nor are those that a layer keeps as
     buffers. Norms over all axes but the first, and paddings of convolutions, are written so.
 
-    Where the inputs' values are given, what the model reads of them is what it reads in this call.
+    Where the inputs' values are given, what the model reads of them is what it reads in this call. Nobody need read
+    those of the numbers that `torch.tensor` is given as tensors.
 
     A tensor whose `.data` is assigned is for export what it was before, which nothing would tell. A packed sequence has
     as many rows as its lengths say.
@@ -87,6 +88,8 @@ class AsItRuns(TorchFunctionMode):
             args = (args[0], self._in_slices(args[1]), args[2])
         made = self.given.before(args, kwargs)
         result = with_fixed_rows(function, args, kwargs, self.given.rows)
+        if result is None and function is torch.tensor:
+            result = _stacked(*args, **kwargs)
         result = function(*args, **kwargs) if result is None else result
         self.known.follow(function, args, kwargs, result)
         self.given.follow(function, made, result)
@@ -137,6 +140,29 @@ def attention_asked(model: nn.Module) -> Iterator[None]:
             space[name] = _ATTENTION
 
 
+@contextmanager
+def lists_asked(given: GivenNumbers, stand_in: Any) -> Iterator[None]:
+    """While `tolist` asks for all numbers at once, which takes them apart one by one in export.
+
+    No mode sees the call.
+
+    Args:
+        given: the numbers that are given.
+        stand_in: the class of what export runs with in place of tensors.
+    """
+    one_by_one = stand_in.tolist
+
+    def tolist(tensor: torch.Tensor) -> Any:
+        numbers = given.listed(tensor)
+        return one_by_one(tensor) if numbers is None else numbers
+
+    stand_in.tolist = tolist
+    try:
+        yield
+    finally:
+        stand_in.tolist = one_by_one
+
+
 def _attention_of_bools(*args: Any, **kwargs: Any) -> torch.Tensor:
     return _ATTENTION(*map(_bool, args), **{name: _bool(value) for name, value in kwargs.items()})
 
@@ -173,6 +199,18 @@ _TAKING_SIZES: frozenset[Any] = frozenset(
     + [getattr(torch.Tensor, name) for name in ("permute", "view", "reshape", "expand", "repeat", "narrow")]
 )
 _MADE_OF_SIZES: frozenset[Any] = frozenset([torch.arange, torch.zeros, torch.ones, torch.empty])
+
+
+def _stacked(data: Any, **options: Any) -> torch.Tensor | None:
+    """What `torch.tensor` makes of numbers that are tensors, some or all, of which it would read the values."""
+    if not isinstance(data, (list, tuple)) or not any(isinstance(one, torch.Tensor) for one in data):
+        return None
+    if any(one.dim() if isinstance(one, torch.Tensor) else type(one) not in (bool, int, float) for one in data):
+        return None
+    with torch_private.outside_of_modes():  # it is of the type that torch finds
+        numbers = [torch.zeros((), dtype=one.dtype) if isinstance(one, torch.Tensor) else one for one in data]
+        like = torch.tensor(numbers, **options)
+    return torch.stack([torch.as_tensor(one, dtype=like.dtype, device=like.device) for one in data])
 
 
 def _contains(tensor: Any, element: Any) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import reprlib
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,18 +24,22 @@ _OPERATORS = {"_operator", "math", "torch"}
 """Where the functions come from that compute with sizes."""
 
 
+Number = bool | int | list[Any]
+"""What a model reads: whether a number is zero, which it is, or all of a tensor, as `Tensor.tolist` gives them."""
+
+
 @dataclass(frozen=True)
 class Asked:
     """A number that a model has read of what it was given.
 
     Args:
-        tensor: what it was read from; one number is in it.
+        tensor: what it was read from.
         number: what was read.
         line: the line of the model's source that read it.
     """
 
     tensor: Tensor
-    number: bool | int
+    number: Number
     line: str
 
 
@@ -48,11 +54,11 @@ class Decisions:
     """
 
     program: GraphModule
-    numbers: tuple[bool | int, ...]
+    numbers: tuple[Number, ...]
     lines: tuple[str, ...]
 
     def __str__(self) -> str:
-        said = [f"{number} at {line}" for number, line in zip(self.numbers, self.lines, strict=True)]
+        said = [f"{_shown(number)} at {line}" for number, line in zip(self.numbers, self.lines, strict=True)]
         return ", ".join(said[:_SAID]) + (f", and {len(said) - _SAID} more" if len(said) > _SAID else "")
 
     def hold(self, tensors: Sequence[Tensor]) -> bool:
@@ -79,9 +85,10 @@ class Decisions:
             raise NotCovered(f"what the model reads of its inputs cannot be told of these: {error}") from error
         if other is not None:
             place, number = other
+            expected, line = _shown(self.numbers[place]), self.lines[place]
             raise NotCovered(
-                f"the captured graph holds only where the model reads {self.numbers[place]} of its inputs, and of "
-                f"these it reads {number}, at {self.lines[place]}; capture the model with an example of this kind"
+                f"the captured graph holds only where the model reads {expected} of its inputs, and of these it reads "
+                f"{_shown(number)}, at {line}; capture the model with an example of this kind"
             )
 
     def record(self, tensors: Sequence[Tensor]) -> None:
@@ -91,17 +98,21 @@ class Decisions:
             tensors: what stands for the inputs in it.
         """
         for value, number, line in zip(self.program(*tensors), self.numbers, self.lines, strict=True):
-            read = value.reshape(()).to(torch.bool if type(number) is bool else torch.int64)
-            said = f"the program holds only where the model reads {number} at {line}"
-            torch._assert_async(read == number, said)
+            expected = torch.tensor(number)  # of whole numbers, or of bools
+            alike = (value.reshape(expected.shape).to(expected.dtype) == expected.to(value.device)).all()
+            torch._assert_async(alike, f"the program holds only where the model reads {_shown(number)} at {line}")
 
-    def _other(self, tensors: Sequence[Tensor]) -> tuple[int, bool | int] | None:
+    def _other(self, tensors: Sequence[Tensor]) -> tuple[int, Number] | None:
         """The first place where the model would read something else, and what."""
         for place, (value, number) in enumerate(zip(self.program(*tensors), self.numbers, strict=True)):
-            read = bool(value) if type(number) is bool else int(value)
+            read: Number = value.tolist() if type(number) is list else type(number)(value)
             if read != number:
                 return place, read
         return None
+
+
+def _shown(number: Number) -> str:
+    return str(number) if type(number) is not list else reprlib.repr(number)
 
 
 def decisions_of(program: torch.export.ExportedProgram, asked: Sequence[Asked]) -> Decisions | None:

@@ -8,7 +8,7 @@ import io
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from regraft.capture import caches, torch_private
-from regraft.capture.as_it_runs import AsItRuns, TooInvolved, attention_asked
+from regraft.capture.as_it_runs import AsItRuns, TooInvolved, attention_asked, lists_asked
 from regraft.capture.decisions import Asked
 from regraft.capture.failures import decides_by_value, where
 from regraft.capture.given_numbers import GivenNumbers
@@ -81,7 +81,12 @@ class Flat(nn.Module):
         assert model is not None
         known = KnownNumbers((getattr(module, name), value) for module, name, value in self.constants)
         given = GivenNumbers(known, None if self.values is None else zip(leaves, self.values, strict=True))
-        with changed_meanwhile(model) as changed, attention_asked(model), AsItRuns(self.quick, known, given):
+        with ExitStack() as stack:
+            changed = stack.enter_context(changed_meanwhile(model))
+            stack.enter_context(attention_asked(model))
+            if leaves:
+                stack.enter_context(lists_asked(given, type(leaves[0])))
+            stack.enter_context(AsItRuns(self.quick, known, given))
             result = model(*args, **kwargs)
         self.seen.changed = changed
         self.seen.asked = given.asked

@@ -74,6 +74,21 @@ class GivenNumbers:
         self.asked.append(Asked(args[0].clone(), number, line_that_runs()))  # which may be written to later
         return number
 
+    def listed(self, tensor: Tensor) -> list[Any] | None:
+        """All numbers of a tensor, where they are given; else None.
+
+        Args:
+            tensor: the tensor.
+        """
+        if not self._follows or tensor.dim() == 0 or (maker := self._maker(tensor)) is None:
+            return None
+        if tensor.is_floating_point() or tensor.is_complex():
+            return None
+        with torch_private.outside_of_modes():
+            numbers: list[Any] = maker().tolist()
+        self.asked.append(Asked(tensor.clone(), numbers, line_that_runs()))
+        return numbers
+
     def rows(self, mask: Tensor) -> Tensor | None:
         """The indices of what is not zero in a tensor, as many as there are in the example; None where it is not given.
 

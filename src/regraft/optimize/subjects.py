@@ -233,6 +233,8 @@ def _captured(
     if decided := decided_in(gm):
         if calls[1:] and not any(map(entry.takes, calls[1:])):
             raise CaptureError(f"what it reads of its inputs is not the same in each call: {decided}")
+        if kept := sorted(map(spelled, used.keys() - sets.keys())):
+            raise CaptureError(f"it reads of its inputs, and sets {', '.join(kept)} for the next call: {decided}")
         notes.append(f"the original runs {name} where it reads anything else of its inputs than {decided}")
     return replace(graph, seconds=seconds, more=tuple(reader.apart(one) for one in calls[1:] if entry.takes(one)))
 
