@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import regraft as rg
+from regraft.capture import decisions
 from regraft.capture.codegen import decided_in
 from regraft.capture.given_numbers import GivenNumbers
 from regraft.core.errors import CaptureError, NotCovered
@@ -170,6 +171,23 @@ def test_what_varies_still_varies() -> None:
         assert torch.equal(gm(x, lengths), model(x, lengths))
         with pytest.raises(NotCovered, match="reads True of its inputs"):
             gm(x, lengths - 3)
+
+
+def test_where_a_question_asks_for_a_size_of_what_weights_make_no_size_varies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of torchaudio's Emformer does."""
+    expect_plain = decisions._expect_plain
+
+    def expect_numbers(program: torch.export.ExportedProgram, nodes: set[torch.fx.Node]) -> None:
+        if any(isinstance(size, torch.SymInt) for node in nodes for size in getattr(node.meta["val"], "shape", ())):
+            raise NotImplementedError("a size of what weights make")
+        expect_plain(program, nodes)
+
+    monkeypatch.setattr(decisions, "_expect_plain", expect_numbers)
+    model = Decides(FIXED["a bool"][0]).eval()
+    gm = rg.trace(model, (X, LENGTHS), dynamic_shapes="auto")
+    assert torch.equal(gm(-X, LENGTHS), model(-X, LENGTHS))
+    with pytest.raises(NotCovered, match="axis 0 of x has size 4, expected 3"):
+        gm(torch.randn(4, 6, 4), LENGTHS)
 
 
 def test_a_size_that_is_read_of_a_tensor_is_asked_for_as_well() -> None:

@@ -99,22 +99,32 @@ def capture(model: nn.Module, call: Call, axes: Axes, automatic: bool) -> GraphM
     Raises:
         CaptureError: the model cannot be captured.
     """
-    capturing = partial(_captured, model, call, axes, automatic)
     try:
-        gm = capturing(decided=False)
+        gm = _captured(model, call, axes, automatic)
     except CaptureError as error:
         refuse_example(model, call)
-        if not decides_by_value(error.__cause__):
+        decided = _decided(model, call, axes, automatic) if decides_by_value(error.__cause__) else None
+        if decided is None:
             raise
-        try:
-            gm = capturing(decided=True)
-        except (CaptureError, NotImplementedError):  # which are about what is tried last
-            raise error from error.__cause__
+        gm = decided
     transformers_adapter.dress(gm, model)
     return gm
 
 
-def _captured(model: nn.Module, call: Call, axes: Axes, automatic: bool, decided: bool) -> GraphModule:
+def _decided(model: nn.Module, call: Call, axes: Axes, automatic: bool) -> GraphModule | None:
+    """Capture a call for what the model reads of its inputs in it; None where that is not all that it decides by."""
+    fixed: Axes = [None] * len(axes)
+    for varying in [axes, fixed] if automatic and axes != fixed else [axes]:
+        try:
+            return _captured(model, call, varying, automatic, decided=True)
+        except CaptureError:
+            return None
+        except NotImplementedError:  # it reads a size of what weights have made, which is a number where none varies
+            continue
+    return None
+
+
+def _captured(model: nn.Module, call: Call, axes: Axes, automatic: bool, decided: bool = False) -> GraphModule:
     """Capture a call; `decided` is whether what it reads of its inputs is fixed, and asked for at other calls."""
     exporting = partial(_exported_as_widely_as_can_be if automatic else _exported, decided=decided)
     exported = exporting(model, call, axes)
