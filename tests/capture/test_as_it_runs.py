@@ -90,6 +90,17 @@ def test_a_value_of_the_inputs_is_asked_for() -> None:
         gm(torch.full_like(X, 9.5))
 
 
+def test_what_torch_divides_of_numbers_is_a_number() -> None:
+    def halved(x: Tensor) -> Tensor:  # as Longformer does
+        y = x.reshape(torch.div(x.shape[0] * x.shape[1], 2, rounding_mode="trunc"), -1)
+        return y * 2 if y.shape[1] > 3 else y
+
+    gm = rg.trace(Wrap(lambda _, x: halved(x)), (X,), dynamic_shapes="auto")
+    assert torch.equal(gm(-X), halved(-X))
+    with pytest.raises(NotCovered):
+        gm(torch.cat((X, X)))
+
+
 def test_a_range_of_a_size_that_varies_does_not_become_that_of_the_example() -> None:
     model = Wrap(lambda _, x: x * sum(torch.arange(x.shape[0]).tolist()))
     gm = rg.trace(model, (X,), dynamic_shapes="auto")
@@ -195,6 +206,13 @@ def test_a_tensor_that_is_made_of_tensors_is_joined_of_them(name: str) -> None:
         expected, given = OF_TENSORS[name](x), gm(x)
         assert torch.equal(given, expected)
         assert (given.dtype, given.device) == (expected.dtype, expected.device)
+
+
+def test_no_gradient_reaches_the_tensors_that_a_tensor_is_made_of() -> None:
+    model = Wrap(lambda _, x: torch.tensor([x.sum(), x.max()]) * x[0, 0, :2])
+    gm = rg.trace(model, (X,))
+    gradients = [torch.autograd.grad(each(x := X.clone().requires_grad_()).sum(), x)[0] for each in (gm, model)]
+    assert torch.equal(*gradients)
 
 
 def test_numbers_that_a_checkpoint_has_are() -> None:

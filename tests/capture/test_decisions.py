@@ -147,6 +147,41 @@ def test_what_is_decided_by_anything_else_is_refused(function: Forward) -> None:
         rg.trace(Decides(function).eval(), (X, LENGTHS))
 
 
+SIZED: dict[str, Callable[[Tensor], Tensor]] = {
+    "arange": torch.arange,
+    "linspace": lambda n: torch.linspace(0, 1, n),
+    "zeros": torch.zeros,
+    "ones": lambda n: torch.ones((n, 2)),
+    "empty": lambda n: torch.empty(n).fill_(1),
+    "eye": torch.eye,
+    "pad": lambda n: F.pad(torch.ones(1), (0, n)),
+    "permute": lambda n: torch.ones(3, 7).permute(n - 5, n - 6),
+    "permuted": lambda n: torch.permute(torch.ones(3, 7), (n - 5, n - 6)),
+    "view": lambda n: torch.ones(12).view(n, -1),
+    "reshape": lambda n: torch.ones(12).reshape((n, -1)),
+    "reshaped": lambda n: torch.reshape(torch.ones(12), (n, -1)),
+    "expand": lambda n: torch.ones(1).expand(n),
+    "repeat": lambda n: torch.ones(1).repeat(n),
+    "narrow": lambda n: torch.ones(9).narrow(0, 0, n),
+    "narrowed": lambda n: torch.narrow(torch.ones(9), 0, 0, n),
+    "split": lambda n: torch.ones(9).split(n)[0],
+    "new_zeros": lambda n: torch.ones(1).new_zeros(n),
+    "new_ones": lambda n: torch.ones(1).new_ones((n, n)),
+    "new_empty": lambda n: torch.ones(1).new_empty(n).fill_(2),
+    "a slice": lambda n: torch.ones(9)[:n],
+    "a slice of an axis": lambda n: torch.ones(2, 9)[1, 1 : n + 1],
+}
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_a_size_that_is_a_value_of_the_inputs_is_read(name: str) -> None:
+    model = Decides(lambda m, x, n: m.linear(x) * (SIZED[name](n.max()).sum() if len(SIZED[name](n.max())) > 4 else 1))
+    gm = rg.trace(model.eval(), (X, LENGTHS))
+    assert torch.equal(gm(-X, LENGTHS), model(-X, LENGTHS))
+    with pytest.raises(NotCovered, match="of its inputs"):
+        gm(X, LENGTHS - 1)
+
+
 def test_a_mask_of_other_sizes_than_what_it_picks_from_is_refused_as_the_model_refuses_it() -> None:
     model = Decides(lambda m, x, n: picked_by(m.linear(x), n)).eval()
     mask = torch.arange(6) < LENGTHS[:, None]

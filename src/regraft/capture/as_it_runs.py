@@ -84,8 +84,8 @@ class AsItRuns(TorchFunctionMode):
             kwargs = {name: value if name == "input" else self._instead(value) for name, value in kwargs.items()}
         elif function in _MADE_OF_SIZES:
             args = tuple(map(self._instead, args))
-        elif function is torch.Tensor.__setitem__:
-            args = (args[0], self._in_slices(args[1]), args[2])
+        elif function in _TAKING_SLICES:
+            args = (args[0], self._in_slices(args[1]), *args[2:])
         made = self.given.before(args, kwargs)
         result = with_fixed_rows(function, args, kwargs, self.given.rows)
         if result is None and function is torch.tensor:
@@ -194,11 +194,14 @@ def _nested(text: str) -> int:
 
 
 _ATTENTION = F.scaled_dot_product_attention
+_METHODS = ["permute", "view", "reshape", "expand", "repeat", "narrow", "split", "new_zeros", "new_ones", "new_empty"]
 _TAKING_SIZES: frozenset[Any] = frozenset(
-    [F.pad, torch.permute, torch.reshape]
-    + [getattr(torch.Tensor, name) for name in ("permute", "view", "reshape", "expand", "repeat", "narrow")]
+    [F.pad, torch.permute, torch.reshape, torch.narrow, *(getattr(torch.Tensor, name) for name in _METHODS)]
 )
-_MADE_OF_SIZES: frozenset[Any] = frozenset([torch.arange, torch.zeros, torch.ones, torch.empty])
+_TAKING_SLICES: frozenset[Any] = frozenset([torch.Tensor.__getitem__, torch.Tensor.__setitem__])
+_MADE_OF_SIZES: frozenset[Any] = frozenset(
+    [torch.arange, torch.linspace, torch.zeros, torch.ones, torch.empty, torch.eye]
+)
 
 
 def _stacked(data: Any, **options: Any) -> torch.Tensor | None:
@@ -210,7 +213,7 @@ def _stacked(data: Any, **options: Any) -> torch.Tensor | None:
     with torch_private.outside_of_modes():  # it is of the type that torch finds
         numbers = [torch.zeros((), dtype=one.dtype) if isinstance(one, torch.Tensor) else one for one in data]
         like = torch.tensor(numbers, **options)
-    return torch.stack([torch.as_tensor(one, dtype=like.dtype, device=like.device) for one in data])
+    return torch.stack([torch.as_tensor(one, dtype=like.dtype, device=like.device).detach() for one in data])
 
 
 def _contains(tensor: Any, element: Any) -> bool:

@@ -93,7 +93,7 @@ class KnownNumbers:
         elif function is _TAKEN_APART and (maker := self.maker(args[0])) is not None:
             for index, one in enumerate(result):
                 self._note(one, lambda index=index: maker().unbind(*args[1:], **kwargs)[index])  # type: ignore[misc]
-        elif function in _JOINING or function in _ARITHMETIC:
+        elif function in _JOINING or (function in _ARITHMETIC and any(isinstance(arg, Tensor) for arg in args)):
             self._note_computed(result, function, args, kwargs)
 
     def _note_computed(self, result: Tensor, function: Any, args: Any, kwargs: Any) -> None:
