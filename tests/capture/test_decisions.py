@@ -130,11 +130,22 @@ def test_what_is_decided_alike_is_computed_alike_and_anything_else_refused(name:
                 graph(X, torch.tensor(lengths))
 
 
+@torch.library.custom_op("regraft_test::noise", mutates_args=())
+def noise(lengths: Tensor) -> Tensor:
+    return lengths + torch.rand(lengths.shape)
+
+
+@noise.register_fake
+def _(lengths: Tensor) -> Tensor:
+    return torch.empty(lengths.shape)
+
+
 @pytest.mark.parametrize(
     "function",
     [
         lambda m, x, n: m.linear(x) if torch.rand(3).max() > 0.1 else x,  # what is drawn
         lambda m, x, n: m.linear(x) if (torch.rand_like(x).max() > 0.1) | (n > 1).any() else x,
+        lambda m, x, n: m.linear(x) if noise(n).max() > 3 else x,  # what nobody knows
         lambda m, x, n: m.linear(x) if m.flag else x,  # what a checkpoint may replace
         lambda m, x, n: m.linear(x) if (n > 1).all() & m.flag else x,
         lambda m, x, n: m.linear(x) if m.linear(x).max() > n.max() else x,  # what weights make

@@ -16,12 +16,11 @@ from torch.fx.node import map_arg
 
 from regraft.capture.module_tree import place_tensor
 from regraft.core.errors import NotCovered
+from regraft.core.flow import draws, known
 from regraft.core.graph_module import GraphModule, adopt
 
 _SAID = 3
 """How many of them to write out."""
-_OPERATORS = {"_operator", "math", "torch"}
-"""Where the functions come from that compute with sizes."""
 
 
 Number = bool | int | list[Any]
@@ -154,7 +153,8 @@ def _expect_plain(program: torch.export.ExportedProgram, nodes: set[Node]) -> No
     signature = program.graph_signature
     names = {*signature.user_inputs, *signature.inputs_to_lifted_tensor_constants}
     for node in nodes:
-        if node.name not in names if node.op == "placeholder" else node.op != "call_function" or not _is_plain(node):
+        computes = node.op == "call_function" and known(node) and not draws(node, program.graph_module)
+        if node.name not in names if node.op == "placeholder" else not computes:
             raise NotImplementedError(f"the model decides by {node.name}, which is not computed of its inputs alone")
 
 
@@ -204,17 +204,6 @@ def _needed(results: list[Node]) -> set[Node]:
     return needed
 
 
-def _is_plain(node: Node) -> bool:
-    """Whether a call gives the same for the same inputs, and changes nothing."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return getattr(target, "__module__", None) in _OPERATORS
-    return torch.Tag.nondeterministic_seeded not in target.tags and not _writes(node)
-
-
 def _writes(node: Node) -> bool:
-    # `detach_` is the second half of how `torch.tensor(...)` in a forward is exported
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target is torch.ops.aten.detach_.default:
-        return False
-    return target._schema.is_mutable
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
