@@ -49,8 +49,8 @@ MAY_MUTATE = (
     *("core/graph_module.py", "core/graph_record.py", "core/fx_private.py", "core/snapshot.py", "core/checkpoint.py"),
     "capture/",
     "core/clone.py",  # copies: what it sets is what the original has
-    # a copy, for an engine alone: without a history, and nothing of it is taken back
-    *("optimize/engines/inlining.py", "optimize/engines/indices.py"),
+    # a copy, that nobody else has: without a history, and nothing of it is taken back
+    *("core/inlining.py", "optimize/engines/indices.py"),
 )
 MUTATING_METHODS = {
     *("erase_node", "create_node", "call_function", "call_module", "call_method", "placeholder", "node_copy"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -86,7 +87,7 @@ def test_a_value_of_the_inputs_is_asked_for() -> None:
     gm = rg.trace(Wrap(lambda _, x: by_value(x)), (X,))
     for x in (X, -2 * X):
         assert torch.equal(gm(x), by_value(x))
-    with pytest.raises(NotCovered, match=r"reads 0 of its inputs, and of these it reads 24, at .*x\.mean\(int"):
+    with pytest.raises(NotCovered, match=r"reads 0 of its inputs and flags, and now it reads 24, at .*x\.mean\(int"):
         gm(torch.full_like(X, 9.5))
 
 
@@ -184,7 +185,7 @@ def test_axes_that_are_joined_of_anything_else_are(name: str) -> None:
         if covered:
             assert torch.equal(gm(x), model(x))
         else:
-            with pytest.raises(NotCovered, match="of these it reads"):
+            with pytest.raises(NotCovered, match="and now it reads"):
                 gm(x)
 
 
@@ -215,9 +216,16 @@ def test_no_gradient_reaches_the_tensors_that_a_tensor_is_made_of() -> None:
     assert torch.equal(*gradients)
 
 
-def test_numbers_that_a_checkpoint_has_are() -> None:
-    with pytest.raises(CaptureError, match="decides by the value of a tensor"):
-        rg.trace(Padded(persistent=True).eval(), (torch.randn(1, 4, 8),))
+def test_numbers_that_a_checkpoint_has_are_asked_for_at_each_call() -> None:
+    model, x = Padded(persistent=True).eval(), torch.randn(1, 4, 8)
+    checkpoint = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    gm = rg.trace(model, (x,))
+    assert torch.equal(gm(-x), model(-x))
+    model.load_state_dict({**checkpoint, "reach": torch.tensor(6)})
+    with pytest.raises(NotCovered, match="of its inputs and flags, and now it reads"):
+        gm(x)
+    model.load_state_dict(checkpoint)
+    assert torch.equal(gm(x), model(x))
 
 
 class Counted(Padded):
@@ -245,10 +253,24 @@ class Rounded(Padded):
         return F.pad(x, (0, int(self.factor * 3)))
 
 
-@pytest.mark.parametrize("kind", [Counted, Drawn, Measured, Rounded])
-def test_numbers_that_are_written_drawn_rounded_or_computed_of_inputs_are(kind: type[Padded]) -> None:
+def test_numbers_that_are_drawn_are() -> None:
     with pytest.raises(CaptureError, match="decides by the value of a tensor"):
-        rg.trace(kind().eval(), (torch.randn(1, 4, 8),))
+        rg.trace(Drawn().eval(), (torch.randn(1, 4, 8),))
+
+
+@pytest.mark.parametrize("kind", [Counted, Measured, Rounded])
+def test_numbers_that_are_written_rounded_or_computed_of_inputs_are_asked_for(kind: type[Padded]) -> None:
+    model, x = kind().eval(), torch.randn(1, 4, 8)
+    model.reach.fill_(5)
+    gm = rg.trace(model, (x,))
+    twin = copy.deepcopy(model)
+    assert torch.equal(gm(x), twin(x))
+    assert torch.equal(model.reach, twin.reach)
+    with torch.no_grad():
+        for number in model.buffers():
+            number.add_(2)
+    with pytest.raises(NotCovered, match="of its inputs and flags, and now it reads"):
+        gm(x)
 
 
 def test_what_is_computed_with_an_unknown_number_that_is_given_by_name_is_unknown() -> None:

@@ -20,6 +20,7 @@ from regraft.capture import decisions
 from regraft.capture.codegen import decided_in
 from regraft.capture.given_numbers import GivenNumbers
 from regraft.core.errors import CaptureError, NotCovered
+from regraft.core.fx_private import codegen_of
 from regraft.dropin import grafts_of
 
 Forward = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -86,6 +87,33 @@ def listed(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
     return m.linear(x)[places.flatten()] if places.shape[0] > 1 else m.linear(x)
 
 
+def repeated(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    y: Tensor = m.linear(x).repeat_interleave(lengths, 0)
+    places = torch.repeat_interleave(lengths)
+    return y * 2 if y.shape[0] > 5 else y + places.sum() + torch.repeat_interleave(x, repeats=lengths, dim=0)
+
+
+def repeated_otherwise(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    y = m.linear(x) if lengths.sum() > 5 else x
+    return y.repeat_interleave(torch.tensor([2]), 0) + y.repeat_interleave(2, dim=0) - y.repeat(2, 1, 1)
+
+
+def selected(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    y: Tensor = m.linear(x)[..., 0].masked_select(torch.arange(x.shape[1]) < lengths[:, None])
+    return y * 2 if y.shape[0] > 5 else y
+
+
+def filled_at(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    """As UDOP does, whose mask is as large as what weights have made."""
+    y: Tensor = m.linear(x)
+    masks = [torch.full_like(y[:, :, 0], False, dtype=torch.bool), torch.ones_like(y[:, :, 0]) < 0]
+    masks += [torch.zeros_like(y[..., 0]).bool(), torch.full_like(y[..., 0], fill_value=2) < 1]
+    rows, columns = zip(*torch.stack([torch.arange(3), lengths.clamp(0, 5)], 1), strict=True)
+    for mask in masks:
+        mask[rows, columns] = True
+    return y[masks[0]] * 2 if all(y[mask].shape[0] > 2 for mask in masks) else y
+
+
 FIXED: dict[str, tuple[Forward, list[list[int]], list[list[int]]]] = {
     # what is decided, lengths that decide it alike, and lengths that do not
     "a bool": (lambda m, x, n: m.linear(x) if (n > 3).any() else x, [[1, 1, 4]], [[1, 1, 1]]),
@@ -107,6 +135,17 @@ FIXED: dict[str, tuple[Forward, list[list[int]], list[list[int]]]] = {
     "rows of a mask": (picked, [[2, 4, 6], [4, 4, 4]], [[6, 6, 6], [0, 0, 0]]),
     "rows of an axis": (picked_within, [[6, 1, 1]], [[5, 4, 2], [1, 4, 2]]),
     "places": (found, [[2, 4, 6]], [[6, 6, 6], [0, 0, 0]]),
+    "places of entries": (
+        lambda m, x, n: m.linear(x) * (2 if torch.argwhere(n > 3).shape[0] > 1 else 1),
+        [[4, 1, 6]],
+        [[6, 6, 6]],
+    ),
+    "repeats": (repeated, [[2, 4, 6], [4, 4, 4]], [[6, 6, 6], [0, 0, 0]]),
+    "repeats of each": (repeated_otherwise, [[2, 4, 6]], [[1, 1, 1]]),
+    "what a mask selects": (selected, [[2, 4, 6]], [[6, 6, 6], [1, 1, 1]]),
+    "what lies at some places": (filled_at, [[2, 4, 5]], []),
+    "the largest": (lambda m, x, n: m.linear(x) * (2 if max(n) > 5 else 1), [[6, 1, 1]], [[5, 4, 2]]),
+    "the smallest": (lambda m, x, n: m.linear(x) if min(n) > 1 else x, [[2, 2, 2]], [[1, 1, 1]]),
     "places in a list": (listed, [[1, 5, 6], [4, 4, 0]], [[6, 6, 6], [0, 0, 0]]),
 }
 
@@ -125,7 +164,7 @@ def test_what_is_decided_alike_is_computed_alike_and_anything_else_refused(name:
             assert torch.equal(graph(-X, given), model(-X, given))
         for lengths in others:
             with pytest.raises(
-                NotCovered, match=r"reads .* of its inputs, and of these it reads .* an example of this"
+                NotCovered, match=r"reads .* of its inputs and flags, and now it reads .* an example of this"
             ):
                 graph(X, torch.tensor(lengths))
 
@@ -146,8 +185,8 @@ def _(lengths: Tensor) -> Tensor:
         lambda m, x, n: m.linear(x) if torch.rand(3).max() > 0.1 else x,  # what is drawn
         lambda m, x, n: m.linear(x) if (torch.rand_like(x).max() > 0.1) | (n > 1).any() else x,
         lambda m, x, n: m.linear(x) if noise(n).max() > 3 else x,  # what nobody knows
-        lambda m, x, n: m.linear(x) if m.flag else x,  # what a checkpoint may replace
-        lambda m, x, n: m.linear(x) if (n > 1).all() & m.flag else x,
+        lambda m, x, n: m.linear(x) if m.linear.bias.max() > -9 else x,  # what is no flag
+        lambda m, x, n: m.linear(x) if (n > 1).all() & (m.linear.bias > -9).all() else x,
         lambda m, x, n: m.linear(x) if m.linear(x).max() > n.max() else x,  # what weights make
         lambda m, x, n: x if m.linear(x)[m.linear(x) > 0].shape[0] > n.max() else x + 1,
         lambda m, x, n: m.linear(x) * float(x.max()) if float(x.max()) > 1 else x,  # what no other call would have
@@ -156,6 +195,69 @@ def _(lengths: Tensor) -> Tensor:
 def test_what_is_decided_by_anything_else_is_refused(function: Forward) -> None:
     with pytest.raises(CaptureError, match="decides by the value of a tensor"):
         rg.trace(Decides(function).eval(), (X, LENGTHS))
+
+
+FLAGS: dict[str, Forward] = {
+    "a flag": lambda m, x, n: m.linear(x) if m.flag else x,
+    "a flag of several kinds": lambda m, x, n: m.linear(x) if m.flag and int(m.flag.long()) == 1 else x,
+    "a flag and an input": lambda m, x, n: m.linear(x) if (n > 1).all() & m.flag else x,
+    "a number": lambda m, x, n: m.linear(x) if m.level > 0.5 else x,
+    "a weight": lambda m, x, n: m.linear(x) if (m.scale > 0.5).item() else x,
+    "a length": lambda m, x, n: m.linear(x)[:, : int(m.level)] * 2,
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_flag_of_the_model_is_fixed_and_asked_for_as_it_is_at_each_call(name: str) -> None:
+    model = Decides(FLAGS[name]).eval()
+    model.register_buffer("level", torch.ones(1))
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    gm = rg.trace(model, (X, LENGTHS), dynamic_shapes="auto")
+    assert decided_in(gm)
+    loaded = pickle.loads(pickle.dumps(gm))
+    expected = model(-X, LENGTHS)
+    for graph in (gm, copy.deepcopy(gm), loaded):
+        assert torch.equal(graph(-X, LENGTHS), expected)
+    with torch.no_grad():
+        for flag in (model.flag, model.level, model.scale):
+            flag.zero_()
+    with pytest.raises(NotCovered, match=r"reads (1|True) of its inputs and flags, and now it reads (0|False), at"):
+        gm(-X, LENGTHS)
+    assert torch.equal(loaded(-X, LENGTHS), expected)  # its flags are its own
+    with torch.no_grad():
+        for flag in (model.flag, model.level, model.scale):
+            flag.fill_(1)
+    assert torch.equal(gm(-X, LENGTHS), expected)
+
+
+def within_a_region(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    """As vector_quantize_pytorch does, which switches autocast off around all of a forward."""
+    with torch.autocast("cpu", enabled=False):
+        y: Tensor = m.linear(x)
+        return y if m.flag and (lengths @ lengths) > 5 else x
+
+
+def test_a_region_without_autocast_may_decide_where_there_is_none() -> None:
+    model = Decides(within_a_region).eval()
+    gm = rg.trace(model, (X, LENGTHS), dynamic_shapes="auto")
+    assert torch.equal(gm(-X, LENGTHS), model(-X, LENGTHS))
+    with pytest.raises(NotCovered, match="of its inputs and flags, and now it reads False"):
+        gm(X, LENGTHS * 0)
+    with torch.autocast("cpu"), pytest.raises(NotCovered, match="under autocast, which the model switches off"):
+        gm(X, LENGTHS)
+    codegen: Any = codegen_of(gm.graph)
+    assert codegen.calling.covers({"x": X, "lengths": LENGTHS})
+    with torch.autocast("cpu"):
+        assert not codegen.calling.covers({"x": X, "lengths": LENGTHS})
+
+
+def test_a_region_with_autocast_may_not() -> None:
+    def within(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+        with torch.autocast("cpu"):
+            return m.linear(x) if (lengths.float() @ lengths.float()) > 5 else x
+
+    with pytest.raises(CaptureError, match="decides by the value of a tensor"):
+        rg.trace(Decides(within).eval(), (X, LENGTHS))
 
 
 SIZED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -223,10 +325,10 @@ def test_where_a_question_asks_for_a_size_of_what_weights_make_no_size_varies(mo
     """As that of torchaudio's Emformer does."""
     expect_plain = decisions._expect_plain
 
-    def expect_numbers(program: torch.export.ExportedProgram, nodes: set[torch.fx.Node]) -> None:
+    def expect_numbers(program: torch.export.ExportedProgram, nodes: set[torch.fx.Node], flags: Any) -> None:
         if any(isinstance(size, torch.SymInt) for node in nodes for size in getattr(node.meta["val"], "shape", ())):
             raise NotImplementedError("a size of what weights make")
-        expect_plain(program, nodes)
+        expect_plain(program, nodes, flags)
 
     monkeypatch.setattr(decisions, "_expect_plain", expect_numbers)
     model = Decides(FIXED["a bool"][0]).eval()
@@ -303,6 +405,51 @@ def test_a_dropin_runs_the_original_where_it_decides_otherwise(encoder: tuple[nn
             truth = copy.deepcopy(model).double()(x.double(), given)
             assert torch.allclose(result.model(x, given).double(), truth, rtol=0, atol=1e-6)
             assert grafts.calls == {"forward": calls}
+
+
+class Initialized(nn.Module):
+    """Three layers that pay, behind an offset that the first call finds, as layers of normalizing flows do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[part for _ in range(3) for part in (nn.Linear(64, 64), nn.GELU())])
+        self.register_buffer("offset", torch.zeros(64))
+        self.register_buffer("initialized", torch.tensor(False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.initialized:
+            self.offset.copy_(x.mean((0, 1)))
+            self.initialized.fill_(True)
+        return self.layers(x - self.offset)
+
+
+def test_a_call_that_sets_what_it_reads_is_refused(encoder: tuple[nn.Module, Tensor, Tensor]) -> None:
+    model = Initialized().eval()
+    with pytest.raises(CaptureError, match=r"inputs and flags is not the same in each call: False at .*initialized"):
+        rg.optimize(model, (encoder[1],), keep="all", seconds=0.01)
+    assert not model.initialized
+
+
+def test_a_dropin_asks_for_its_own_flag(encoder: tuple[nn.Module, Tensor, Tensor]) -> None:
+    model, (_, x, _) = Initialized().eval(), encoder
+    model.initialized.fill_(True)
+    plain = copy.deepcopy(model)
+    result = rg.optimize(model, (x,), keep="all", seconds=0.01)
+    others = [copy.deepcopy(result.model), pickle.loads(pickle.dumps(result.model))]
+    with torch.inference_mode():
+        for given in (x + 1, x - 2, x * 3):
+            expected = plain(given)
+            for each in (result.model, *others):
+                assert torch.allclose(each(given), expected, atol=1e-5)
+        grafts = grafts_of(result.model)
+        assert grafts is not None
+        assert grafts.calls == {"forward": 3}
+        for each in (plain, result.model, *others):
+            each.initialized.fill_(False)
+        expected = plain(x + 5)
+        for each in (result.model, *others):
+            assert torch.allclose(each(x + 5), expected, atol=1e-5)
+            assert each.initialized
 
 
 def test_a_saved_program_raises_where_it_decides_otherwise(

@@ -330,5 +330,5 @@ def test_what_a_model_reads_of_its_inputs_is_asked_at_each_step_or_no_graph_is_m
     else:
         assert len(unmade) == 1
         assert unmade[0].startswith("padded decode was not captured")
-        assert "what it reads of its inputs is not the same in each call" in unmade[0]
+        assert "what it reads of its inputs and flags is not the same in each call" in unmade[0]
         assert ran(model, result.model, {**inputs, "attention_mask": padded}) == {"padded prefill": 1}

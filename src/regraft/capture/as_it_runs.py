@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,10 +86,13 @@ class AsItRuns(TorchFunctionMode):
             kwargs = {name: value if name == "input" else self._instead(value) for name, value in kwargs.items()}
         elif function in _MADE_OF_SIZES:
             args = tuple(map(self._instead, args))
-        elif function in _TAKING_SLICES:
-            args = (args[0], self._in_slices(args[1]), *args[2:])
+        elif function in _TAKING_INDICES:
+            args = (args[0], self._in_index(args[1]), *args[2:])
+        elif function in _FILLED and args and self.given.lacks(args[0]):
+            value = kwargs.get("fill_value", args[1] if len(args) > 1 else _FILLED[function])
+            return self._filled(function(*args, **kwargs), value)
         made = self.given.before(args, kwargs)
-        result = with_fixed_rows(function, args, kwargs, self.given.rows)
+        result = with_fixed_rows(function, args, kwargs, self.given)
         if result is None and function is torch.tensor:
             result = _stacked(*args, **kwargs)
         result = function(*args, **kwargs) if result is None else result
@@ -109,13 +114,25 @@ class AsItRuns(TorchFunctionMode):
         number = self._read(torch.Tensor.item, (value,)) if is_number else None
         return value if number is None else number
 
-    def _in_slices(self, index: Any) -> Any:
-        """The same within the slices of an index: a tensor beside them is an index by itself."""
-        if isinstance(index, tuple):
-            return tuple(map(self._in_slices, index))
-        if not isinstance(index, slice):
-            return index
-        return slice(*map(self._instead, (index.start, index.stop, index.step)))
+    def _filled(self, alike: torch.Tensor, value: Any) -> torch.Tensor:
+        """What `torch.zeros_like` has made, computed of the sizes of a tensor alone: none of its values is in it."""
+        if type(value) not in (bool, int, float) or alike.requires_grad or not alike.is_contiguous():
+            return alike
+        with self:
+            return torch.full(alike.shape, value, dtype=alike.dtype, device=alike.device)
+
+    def _in_index(self, index: Any) -> Any:
+        """The same within the slices of an index, and in its lists of numbers; a tensor there is an index by itself."""
+        if isinstance(index, slice):
+            return slice(*map(self._instead, (index.start, index.stop, index.step)))
+        return tuple(map(self._in_part, index)) if isinstance(index, tuple) else index
+
+    def _in_part(self, part: Any) -> Any:
+        if not isinstance(part, (list, tuple)):
+            return self._in_index(part)
+        with self:
+            stacked = _stacked(part)
+        return part if stacked is None else stacked
 
 
 @contextmanager
@@ -163,6 +180,23 @@ def lists_asked(given: GivenNumbers, stand_in: Any) -> Iterator[None]:
         stand_in.tolist = one_by_one
 
 
+@contextmanager
+def extremes_asked() -> Iterator[None]:
+    """While `max(lengths)` and `min(lengths)` may be asked of a tensor, for which what export has there fails."""
+    were = {name: vars(builtins)[name] for name in _EXTREMES}
+    vars(builtins).update({name: partial(_extreme, were[name], of_all) for name, of_all in _EXTREMES.items()})
+    try:
+        yield
+    finally:
+        vars(builtins).update(were)
+
+
+def _extreme(function: Any, of_all: Any, *args: Any, **options: Any) -> Any:
+    only = args[0] if len(args) == 1 and not options else None
+    whole = isinstance(only, torch.Tensor) and only.dim() == 1 and not only.is_floating_point()
+    return of_all(only) if whole else function(*args, **options)
+
+
 def _attention_of_bools(*args: Any, **kwargs: Any) -> torch.Tensor:
     return _ATTENTION(*map(_bool, args), **{name: _bool(value) for name, value in kwargs.items()})
 
@@ -193,12 +227,14 @@ def _nested(text: str) -> int:
     return count
 
 
+_EXTREMES = {"max": torch.amax, "min": torch.amin}
 _ATTENTION = F.scaled_dot_product_attention
 _METHODS = ["permute", "view", "reshape", "expand", "repeat", "narrow", "split", "new_zeros", "new_ones", "new_empty"]
 _TAKING_SIZES: frozenset[Any] = frozenset(
     [F.pad, torch.permute, torch.reshape, torch.narrow, *(getattr(torch.Tensor, name) for name in _METHODS)]
 )
-_TAKING_SLICES: frozenset[Any] = frozenset([torch.Tensor.__getitem__, torch.Tensor.__setitem__])
+_TAKING_INDICES: frozenset[Any] = frozenset([torch.Tensor.__getitem__, torch.Tensor.__setitem__])
+_FILLED = {torch.zeros_like: 0, torch.ones_like: 1, torch.full_like: None}
 _MADE_OF_SIZES: frozenset[Any] = frozenset(
     [torch.arange, torch.linspace, torch.zeros, torch.ones, torch.empty, torch.eye]
 )

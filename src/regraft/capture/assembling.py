@@ -51,12 +51,13 @@ def assemble(
         NotImplementedError: the program has an input that a graph module has no form for, or decides by something else
             than the values of its inputs.
     """
-    decisions = decisions_of(program, asked)
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    decisions = decisions_of(program, asked, lambda path: tensors[rename(path)])
     graph, constants = lift_weights(program, rename)
     if asked:
         _return_first(graph, out_spec.num_leaves)
     clean(graph, model)
-    _read_first_names(graph, model)
+    _read_first_names(graph, tensors)
     collapse(graph, model)
     spell(graph)
     graph = _renamed(graph)
@@ -102,16 +103,14 @@ def _renamed(graph: Graph) -> Graph:
     return fresh
 
 
-def _read_first_names(graph: Graph, model: nn.Module) -> None:
+def _read_first_names(graph: Graph, tensors: dict[str, torch.Tensor]) -> None:
     """A tied weight is read under its first name, so that one weight has one name in the graph."""
     first: dict[int, str] = {}
-    for tensors in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
-        for name, tensor in tensors:
-            first.setdefault(id(tensor), name)
-    names = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    for name, tensor in tensors.items():
+        first.setdefault(id(tensor), name)
     for node in graph.find_nodes(op="get_attr"):
-        if node.target in names:
-            node.target = first[id(names[node.target])]
+        if node.target in tensors:
+            node.target = first[id(tensors[node.target])]
 
 
 def _take_subgraphs(graph: Graph, program: torch.export.ExportedProgram, gm: nn.Module) -> None:

@@ -1,16 +1,19 @@
-"""What a graph was captured to decide by the values of its inputs, and the question whether a call decides the same."""
+"""What a graph was captured to decide by values that it is given, and the question whether a call decides the same.
+
+They are those of its inputs, and the flags of the model: `if self.initialized`, of a buffer.
+"""
 
 from __future__ import annotations
 
+import copy
 import reprlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.export.graph_signature import OutputKind
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
@@ -18,10 +21,13 @@ from regraft.capture.module_tree import place_tensor
 from regraft.core.errors import NotCovered
 from regraft.core.flow import draws, known
 from regraft.core.graph_module import GraphModule, adopt
+from regraft.core.inlining import inline_regions
 
 _SAID = 3
 """How many of them to write out."""
 
+
+_WEIGHTS = ("inputs_to_parameters", "inputs_to_buffers")
 
 Number = bool | int | list[Any]
 """What a model reads: whether a number is zero, which it is, or all of a tensor, as `Tensor.tolist` gives them."""
@@ -44,17 +50,20 @@ class Asked:
 
 @dataclass(frozen=True, eq=False)
 class Decisions:
-    """Numbers that a model has read of its inputs, and what it reads them of.
+    """Numbers that a model has read of its inputs and flags, and what it reads them of.
 
     Args:
-        program: from the inputs to what each number is read of, as the model computes it.
+        program: from the inputs to what each number is read of, as the model computes it. It holds the flags of the
+            model itself.
         numbers: what was read.
         lines: the line of the model's source that reads it.
+        inlined: whether the model computes some of it where it has switched autocast off, which nothing does here.
     """
 
     program: GraphModule
     numbers: tuple[Number, ...]
     lines: tuple[str, ...]
+    inlined: bool = False
 
     def __str__(self) -> str:
         said = [f"{_shown(number)} at {line}" for number, line in zip(self.numbers, self.lines, strict=True)]
@@ -66,7 +75,7 @@ class Decisions:
         Args:
             tensors: the inputs, in the order of the graph's.
         """
-        return self._other(tensors) is None
+        return not self._is_beside(tensors) and self._other(tensors) is None
 
     def check(self, tensors: Sequence[Tensor]) -> None:
         """Ask a call for what the graph was captured with.
@@ -78,6 +87,8 @@ class Decisions:
             NotCovered: the model would read something else, and the message names the line that does, or nobody can
                 tell of these inputs.
         """
+        if self._is_beside(tensors):
+            raise NotCovered("under autocast, which the model switches off, nobody can tell what it reads")
         try:
             other = self._other(tensors)
         except Exception as error:  # whatever torch raises of tensors that have no values, say
@@ -86,8 +97,8 @@ class Decisions:
             place, number = other
             expected, line = _shown(self.numbers[place]), self.lines[place]
             raise NotCovered(
-                f"the captured graph holds only where the model reads {expected} of its inputs, and of these it reads "
-                f"{_shown(number)}, at {line}; capture the model with an example of this kind"
+                f"the captured graph holds only where the model reads {expected} of its inputs and flags, and now it "
+                f"reads {_shown(number)}, at {line}; capture the model as it is, with an example of this kind"
             )
 
     def record(self, tensors: Sequence[Tensor]) -> None:
@@ -100,6 +111,9 @@ class Decisions:
             expected = torch.tensor(number)  # of whole numbers, or of bools
             alike = (value.reshape(expected.shape).to(expected.dtype) == expected.to(value.device)).all()
             torch._assert_async(alike, f"the program holds only where the model reads {_shown(number)} at {line}")
+
+    def _is_beside(self, tensors: Sequence[Tensor]) -> bool:
+        return self.inlined and any(torch.is_autocast_enabled(tensor.device.type) for tensor in tensors)
 
     def _other(self, tensors: Sequence[Tensor]) -> tuple[int, Number] | None:
         """The first place where the model would read something else, and what."""
@@ -114,15 +128,36 @@ def _shown(number: Number) -> str:
     return str(number) if type(number) is not list else reprlib.repr(number)
 
 
-def decisions_of(program: torch.export.ExportedProgram, asked: Sequence[Asked]) -> Decisions | None:
-    """What a program decides by the values of its inputs.
+def flags_of(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    """Weights and buffers of one number, of which each is given as its module, its name and itself.
+
+    Args:
+        model: the model.
+    """
+    return [
+        (module, name, tensor)
+        for module in model.modules()
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and _is_flag(tensor)
+    ]
+
+
+def _is_flag(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.numel() == 1 and not tensor.is_meta
+
+
+def decisions_of(
+    program: torch.export.ExportedProgram, asked: Sequence[Asked], weight: Callable[[str], Tensor]
+) -> Decisions | None:
+    """What a program decides by the values of its inputs, and by flags.
 
     Args:
         program: the program, which returns what the numbers are read of last.
         asked: what was read.
+        weight: the weight or buffer of the model by its name in the program.
 
     Raises:
-        NotImplementedError: what decides is computed by something else than the inputs alone, or at random.
+        NotImplementedError: what decides is computed by something else than those, or at random.
     """
     if not asked:
         return None
@@ -130,48 +165,59 @@ def decisions_of(program: torch.export.ExportedProgram, asked: Sequence[Asked]) 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # at what torch itself does
             program = program.run_decompositions({})  # what is written to is another node then
-    results = [spec.arg.name for spec in program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
-    nodes = {node.name: node for node in program.graph.nodes}
-    read = [nodes[name] for name in results[-len(asked) :]]
-    _expect_plain(program, _needed(read))
-    varying = _computed_of_inputs(program)
+    whole = GraphModule(program.graph_module, copy.deepcopy(program.graph))
+    inlined = inline_regions(whole)
+    results: Any = whole.graph.output_node().args[0]
+    read = list(results[-len(asked) :])
+    flags = _flags(program, weight)
+    constants = program.graph_signature.inputs_to_lifted_tensor_constants
+    held = {**flags, **{name: program.constants[path] for name, path in constants.items()}}
+    inputs = program.graph_signature.user_inputs
+    _expect_plain(whole, _needed(read), {*inputs, *held})
+    varying = _computed_of({*inputs, *flags}, whole.graph)
     pairs = [(node, one) for node, one in zip(read, asked, strict=True) if node in varying]
     if not pairs:
         return None
     graph, gm = Graph(), GraphModule(nn.Module(), Graph(), "Decisions")
-    copies = _computed(program, [node for node, _ in pairs], graph, gm)
+    copies = _computed(whole.graph, [node for node, _ in pairs], set(inputs), held, graph, gm)
     once: dict[tuple[Node, type], Asked] = {}
     for node, one in pairs:
         once.setdefault((copies[node], type(one.number)), one)
     graph.output(tuple(node for node, _ in once))
     gm.graph = graph
-    return Decisions(adopt(gm), tuple(one.number for one in once.values()), tuple(one.line for one in once.values()))
+    numbers, lines = tuple(one.number for one in once.values()), tuple(one.line for one in once.values())
+    return Decisions(adopt(gm), numbers, lines, inlined)
 
 
-def _expect_plain(program: torch.export.ExportedProgram, nodes: set[Node]) -> None:
-    """Refuse what is computed of more than the inputs and constants, at random, or by changing something."""
-    signature = program.graph_signature
-    names = {*signature.user_inputs, *signature.inputs_to_lifted_tensor_constants}
+def _flags(program: torch.export.ExportedProgram, weight: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """The flags of the model by the names of the nodes that stand for them."""
+    paths = [pair for kind in _WEIGHTS for pair in getattr(program.graph_signature, kind).items()]
+    return {name: weight(path) for name, path in paths if _is_flag(weight(path))}
+
+
+def _expect_plain(whole: GraphModule, nodes: set[Node], given: set[str]) -> None:
+    """Refuse what is computed of more than the inputs, flags and constants, at random, or by changing something."""
     for node in nodes:
-        computes = node.op == "call_function" and known(node) and not draws(node, program.graph_module)
-        if node.name not in names if node.op == "placeholder" else not computes:
+        computes = node.op == "call_function" and known(node) and not draws(node, whole)
+        if node.name not in given if node.op == "placeholder" else not computes:
             raise NotImplementedError(f"the model decides by {node.name}, which is not computed of its inputs alone")
 
 
 def _computed(
-    program: torch.export.ExportedProgram, results: list[Node], graph: Graph, gm: GraphModule
+    whole: Graph, results: list[Node], inputs: set[str], held: dict[str, Tensor], graph: Graph, gm: GraphModule
 ) -> dict[Node, Node]:
-    """Write into a graph what some nodes of a program are computed by, everything once, and its constants into `gm`."""
-    inputs = set(program.graph_signature.user_inputs)
-    constants = program.graph_signature.inputs_to_lifted_tensor_constants
+    """Write into a graph what some nodes of another are computed by, everything once; what it holds goes into `gm`.
+
+    Flags are held as they are, so that what is written to them is seen.
+    """
     needed = _needed(results)
     copies: dict[Node, Node] = {}
     made: dict[str, Node] = {}
-    for node in program.graph.nodes:
+    for node in whole.nodes:
         if node.op == "placeholder" and node.name in inputs:
             copies[node] = graph.placeholder(node.name)
         elif node.op == "placeholder" and node in needed:
-            place_tensor(gm, node.name, program.constants[constants[node.name]])
+            place_tensor(gm, node.name, held[node.name])
             copies[node] = graph.create_node("get_attr", node.name)
         elif node in needed:
             args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
@@ -184,11 +230,11 @@ def _computed(
     return copies
 
 
-def _computed_of_inputs(program: torch.export.ExportedProgram) -> set[Node]:
-    inputs = set(program.graph_signature.user_inputs)
+def _computed_of(names: set[str], graph: Graph) -> set[Node]:
+    """The inputs of a graph that are called so, and all that is computed of any of them."""
     found: set[Node] = set()
-    for node in program.graph.nodes:
-        if (node.op == "placeholder" and node.name in inputs) or not found.isdisjoint(node.all_input_nodes):
+    for node in graph.nodes:
+        if (node.op == "placeholder" and node.name in names) or not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
 

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from regraft.capture import caches, torch_private
-from regraft.capture.as_it_runs import AsItRuns, TooInvolved, attention_asked, lists_asked
-from regraft.capture.decisions import Asked
+from regraft.capture.as_it_runs import AsItRuns, TooInvolved, attention_asked, extremes_asked, lists_asked
+from regraft.capture.decisions import Asked, flags_of
 from regraft.capture.failures import decides_by_value, where
 from regraft.capture.given_numbers import GivenNumbers
 from regraft.capture.known_numbers import KnownNumbers, constants_of
@@ -73,17 +73,20 @@ class Flat(nn.Module):
         self.quick = quick
         self.values = values
         self.constants = constants_of(model)
+        self.flags = [] if values is None else flags_of(model)
         self.__dict__["forward"] = _with_names(self._run, call.names)
 
     def _run(self, *leaves: Any) -> tuple[Any, ...]:
         args, kwargs = self.call.rebuild(leaves)
         model = self._modules[PREFIX]
         assert model is not None
-        known = KnownNumbers((getattr(module, name), value) for module, name, value in self.constants)
-        given = GivenNumbers(known, None if self.values is None else zip(leaves, self.values, strict=True))
+        known = KnownNumbers(_standing(self.constants))
+        values = None if self.values is None else chain(zip(leaves, self.values, strict=True), _standing(self.flags))
+        given = GivenNumbers(known, values)
         with ExitStack() as stack:
             changed = stack.enter_context(changed_meanwhile(model))
             stack.enter_context(attention_asked(model))
+            stack.enter_context(extremes_asked())
             if leaves:
                 stack.enter_context(lists_asked(given, type(leaves[0])))
             stack.enter_context(AsItRuns(self.quick, known, given))
@@ -98,6 +101,11 @@ class Flat(nn.Module):
                     f"the model returns a {type(leaf).__name__}, which pytree cannot take apart: unsupported output"
                 )
         return (*flat, *(asked.tensor for asked in given.asked))
+
+
+def _standing(tensors: Sequence[tuple[nn.Module, str, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What export runs with in place of tensors of the model, and those."""
+    return [(getattr(module, name), value) for module, name, value in tensors]
 
 
 def _with_names(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:

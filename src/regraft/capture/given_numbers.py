@@ -38,13 +38,14 @@ class Made:
 
 
 class GivenNumbers:
-    """The tensors of one run under export that are computed of its inputs without any weight.
+    """The tensors of one run under export that are computed of its inputs and flags, without any other weight.
 
-    Their values are computed where one is read, and from the inputs on.
+    Their values are computed where one is read, and from those on.
 
     Args:
         known: the tensors whose values no input decides.
-        inputs: what export runs with in place of the inputs, and those. None where nothing is to be read of them.
+        inputs: what export runs with in place of the inputs and flags, and those. None where nothing is to be read of
+            them.
 
     Attributes:
         asked: what was read, for which the graph holds.
@@ -101,6 +102,27 @@ class GivenNumbers:
             count = int(maker().count_nonzero())
         self.asked.append(Asked(mask.count_nonzero(), count, line_that_runs()))
         return torch.nonzero_static(mask, size=count)
+
+    def total(self, tensor: Tensor) -> int | None:
+        """The sum of a tensor's whole numbers in the example; None where they are not given.
+
+        Args:
+            tensor: the tensor.
+        """
+        if not self._follows or tensor.is_floating_point() or (maker := self._maker(tensor)) is None:
+            return None
+        with torch_private.outside_of_modes():
+            total = int(maker().sum())
+        self.asked.append(Asked(tensor.sum(), total, line_that_runs()))
+        return total
+
+    def lacks(self, tensor: Tensor) -> bool:
+        """Whether a tensor is not given, where others are.
+
+        Args:
+            tensor: the tensor.
+        """
+        return self._follows and self._maker(tensor) is None
 
     def before(self, args: Any, kwargs: Any) -> Made | None:
         """What a call is given, where all of it is known; else None.

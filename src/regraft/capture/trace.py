@@ -40,7 +40,8 @@ def trace(
         args: positional arguments, tensors or nested containers of them.
         kwargs: keyword arguments. What is no tensor is fixed in the graph, and so are whole numbers that the model
             reads from buffers of its own that are in no checkpoint. What it reads of its inputs, as `if mask.all()`
-            does, is fixed where it cannot be captured otherwise; a call of which it would read anything else raises.
+            does, and of its flags, weights and buffers of one number, is fixed where it cannot be captured otherwise;
+            a call in which it would read anything else raises.
         dynamic_shapes: which sizes may differ from the example's. None: none may. `"auto"`: all that can; where export
             fails so, or would reason for minutes (Swin), the first axes that can, and where it fails again, none.
             Otherwise a form of `torch.export.export`.

@@ -226,16 +226,19 @@ def _captured(
         oracle = _oracle(returning(reference, sets, contents))
     notes += remarks(SideEffects(sets, others, made, contents))
     graph = Graph(name, gm, inputs, oracle, ignores=ignores, sets=sets, contents=contents, reader=reader)
+    entry = Entry(name, gm, first)
     with untouched(twin), values_kept(graph.written):
         _expect_to_run(graph)
         seconds = _seconds_of(graph)
-    entry = Entry(name, gm, first)
+        again = not graph.written or entry.takes(first)  # which it may have counted
     if decided := decided_in(gm):
-        if calls[1:] and not any(map(entry.takes, calls[1:])):
-            raise CaptureError(f"what it reads of its inputs is not the same in each call: {decided}")
+        if not again or (calls[1:] and not any(map(entry.takes, calls[1:]))):
+            raise CaptureError(f"what it reads of its inputs and flags is not the same in each call: {decided}")
         if kept := sorted(map(spelled, used.keys() - sets.keys())):
-            raise CaptureError(f"it reads of its inputs, and sets {', '.join(kept)} for the next call: {decided}")
-        notes.append(f"the original runs {name} where it reads anything else of its inputs than {decided}")
+            raise CaptureError(
+                f"it reads of its inputs and flags, and sets {', '.join(kept)} for the next call: {decided}"
+            )
+        notes.append(f"the original runs {name} where it reads anything else of its inputs and flags than {decided}")
     return replace(graph, seconds=seconds, more=tuple(reader.apart(one) for one in calls[1:] if entry.takes(one)))
 
 

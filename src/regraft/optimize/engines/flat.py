@@ -18,11 +18,11 @@ from regraft.capture.codegen import CallingCodeGen
 from regraft.core.errors import NotCovered
 from regraft.core.fx_private import codegen_of
 from regraft.core.graph_module import GraphModule as OwnGraphModule
+from regraft.core.inlining import inline_regions
 from regraft.core.ordinary import ORDINARY, ordinary_call
 from regraft.core.values import layout_of, made_of_sizes, varying_axes
 from regraft.dropin.watch import Watch
 from regraft.optimize.engines.indices import Within, ask_indices
-from regraft.optimize.engines.inlining import inline_regions
 from regraft.optimize.sharing import weights_made
 
 Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]

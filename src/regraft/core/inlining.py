@@ -12,20 +12,26 @@ from torch.fx.node import map_arg
 from regraft.core.vocabulary import attribute
 
 
-def inline_regions(gm: GraphModule) -> None:
+def inline_regions(gm: GraphModule) -> bool:
     """Put regions without autocast, or with or without gradients, into the graph around them.
 
-    An engine runs where autocast is off and no gradients are recorded, so they compute there what they would alone.
+    Where autocast is off and no gradients are recorded, as an engine runs, they compute there what they would alone.
 
     Args:
         gm: The graph, which is changed; the graphs inside of it are not.
+
+    Returns:
+        Whether there were any.
     """
     waiting = list(gm.graph.nodes)
+    found = False
     while waiting:
         node = waiting.pop()
         region = _region(node, gm)
         if region is not None:
             waiting += _inlined(node, *region, gm)
+            found = True
+    return found
 
 
 def _region(node: Node, gm: GraphModule) -> tuple[Node, GraphModule, tuple[Any, ...]] | None:
