@@ -351,6 +351,19 @@ def test_a_size_that_is_read_of_a_tensor_is_asked_for_as_well() -> None:
             assert length <= 6
 
 
+class NamedOtherwise(Decides):
+    def forward(self, input: Tensor, lambda_: Tensor) -> Tensor:  # noqa: A002
+        return super().forward(input, lambda_)
+
+
+def test_an_input_may_have_a_name_that_python_has_for_something_else() -> None:
+    model = NamedOtherwise(lambda m, x, n: m.linear(x) if (x > 9).any() or (n > 3).any() else x).eval()
+    gm = rg.trace(model, (X, LENGTHS), dynamic_shapes="auto")
+    assert torch.equal(gm(-X, LENGTHS), model(-X, LENGTHS))
+    with pytest.raises(NotCovered):
+        gm(X + 10, LENGTHS)
+
+
 def test_a_model_that_a_graph_holds_for_without_asking_is_not_asked() -> None:
     model = Decides(lambda m, x, n: m.linear(x)[:, : n.max()]).eval()
     assert not decided_in(rg.trace(model, (X, LENGTHS), dynamic_shapes="auto"))

@@ -66,6 +66,19 @@ def randomised(model: nn.Module) -> Any:
     return model
 
 
+class Named(nn.Module):
+    def forward(self, lambda_: Tensor, _: Tensor, input: Tensor, __: Any = None) -> Tensor:  # noqa: A002
+        return lambda_ * 2 + _ - input
+
+
+def test_an_argument_may_have_any_name() -> None:
+    given = (torch.randn(2, 3), torch.randn(2, 3), torch.randn(2, 3))
+    gm = rg.trace(Named(), given, dynamic_shapes="auto")
+    assert torch.equal(gm(given[1], _=given[2], input=given[0]), Named()(given[1], given[2], given[0]))
+    by_name = {"lambda_": given[2], "_": given[0], "input": given[1]}
+    assert torch.equal(pickle.loads(pickle.dumps(gm))(**by_name), Named()(**by_name))
+
+
 def test_layers_weights_and_names() -> None:
     model = randomised(Layers()).eval()
     gm = trace(model, (torch.randn(3, 4),), dynamic_shapes="auto")

@@ -169,17 +169,20 @@ def decisions_of(
     inlined = inline_regions(whole)
     results: Any = whole.graph.output_node().args[0]
     read = list(results[-len(asked) :])
-    flags = _flags(program, weight)
+    # a copy may have other names: those of an exported graph are none that one may write in Python
+    given = zip(program.graph.find_nodes(op="placeholder"), whole.graph.find_nodes(op="placeholder"), strict=True)
+    nodes = {was.name: node for was, node in given}
+    flags = {nodes[name]: tensor for name, tensor in _flags(program, weight).items()}
     constants = program.graph_signature.inputs_to_lifted_tensor_constants
-    held = {**flags, **{name: program.constants[path] for name, path in constants.items()}}
-    inputs = program.graph_signature.user_inputs
+    held = {**flags, **{nodes[name]: program.constants[path] for name, path in constants.items()}}
+    inputs = {nodes[name] for name in program.graph_signature.user_inputs if isinstance(name, str)}
     _expect_plain(whole, _needed(read), {*inputs, *held})
     varying = _computed_of({*inputs, *flags}, whole.graph)
     pairs = [(node, one) for node, one in zip(read, asked, strict=True) if node in varying]
     if not pairs:
         return None
     graph, gm = Graph(), GraphModule(nn.Module(), Graph(), "Decisions")
-    copies = _computed(whole.graph, [node for node, _ in pairs], set(inputs), held, graph, gm)
+    copies = _computed(whole.graph, [node for node, _ in pairs], inputs, held, graph, gm)
     once: dict[tuple[Node, type], Asked] = {}
     for node, one in pairs:
         once.setdefault((copies[node], type(one.number)), one)
@@ -195,16 +198,16 @@ def _flags(program: torch.export.ExportedProgram, weight: Callable[[str], Tensor
     return {name: weight(path) for name, path in paths if _is_flag(weight(path))}
 
 
-def _expect_plain(whole: GraphModule, nodes: set[Node], given: set[str]) -> None:
+def _expect_plain(whole: GraphModule, nodes: set[Node], given: set[Node]) -> None:
     """Refuse what is computed of more than the inputs, flags and constants, at random, or by changing something."""
     for node in nodes:
         computes = node.op == "call_function" and known(node) and not draws(node, whole)
-        if node.name not in given if node.op == "placeholder" else not computes:
+        if node not in given if node.op == "placeholder" else not computes:
             raise NotImplementedError(f"the model decides by {node.name}, which is not computed of its inputs alone")
 
 
 def _computed(
-    whole: Graph, results: list[Node], inputs: set[str], held: dict[str, Tensor], graph: Graph, gm: GraphModule
+    whole: Graph, results: list[Node], inputs: set[Node], held: dict[Node, Tensor], graph: Graph, gm: GraphModule
 ) -> dict[Node, Node]:
     """Write into a graph what some nodes of another are computed by, everything once; what it holds goes into `gm`.
 
@@ -214,10 +217,10 @@ def _computed(
     copies: dict[Node, Node] = {}
     made: dict[str, Node] = {}
     for node in whole.nodes:
-        if node.op == "placeholder" and node.name in inputs:
+        if node in inputs:
             copies[node] = graph.placeholder(node.name)
         elif node.op == "placeholder" and node in needed:
-            place_tensor(gm, node.name, held[node.name])
+            place_tensor(gm, node.name, held[node])
             copies[node] = graph.create_node("get_attr", node.name)
         elif node in needed:
             args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
@@ -230,11 +233,11 @@ def _computed(
     return copies
 
 
-def _computed_of(names: set[str], graph: Graph) -> set[Node]:
-    """The inputs of a graph that are called so, and all that is computed of any of them."""
-    found: set[Node] = set()
+def _computed_of(given: set[Node], graph: Graph) -> set[Node]:
+    """Some inputs of a graph, and all that is computed of any of them."""
+    found = set(given)
     for node in graph.nodes:
-        if (node.op == "placeholder" and node.name in names) or not found.isdisjoint(node.all_input_nodes):
+        if not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
 

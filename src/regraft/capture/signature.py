@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import keyword
 import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -155,7 +156,9 @@ def _take(call: Call, name: str, value: Any, given: bool) -> None:
 
 
 def _add_leaf(call: Call, label: str, tensor: torch.Tensor) -> None:
-    wanted = re.sub(r"\W+", "_", label).strip("_")
+    wanted = re.sub(r"\W+", "_", label).strip("_") or "given"
+    if keyword.iskeyword(wanted):  # an argument that is called `lambda_`
+        wanted += "_"
     name, count = wanted, 0
     while name in call.names:
         count += 1
