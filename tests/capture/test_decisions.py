@@ -95,12 +95,14 @@ def repeated(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
 
 def repeated_otherwise(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
     y = m.linear(x) if lengths.sum() > 5 else x
+    y = torch.repeat_interleave(input=y, repeats=torch.tensor([2, 1, 0]), dim=0)
     return y.repeat_interleave(torch.tensor([2]), 0) + y.repeat_interleave(2, dim=0) - y.repeat(2, 1, 1)
 
 
 def selected(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
-    y: Tensor = m.linear(x)[..., 0].masked_select(torch.arange(x.shape[1]) < lengths[:, None])
-    return y * 2 if y.shape[0] > 5 else y
+    mask = torch.arange(x.shape[1]) < lengths[:, None]
+    y: Tensor = m.linear(x)[..., 0].masked_select(mask)
+    return y * 2 if y.shape[0] > 5 else y + x.masked_select(mask[..., None]).sum()
 
 
 def filled_at(m: Any, x: Tensor, lengths: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ class AsItRuns(TorchFunctionMode):
             args = tuple(map(self._instead, args))
         elif function in _TAKING_INDICES:
             args = (args[0], self._in_index(args[1]), *args[2:])
-        elif function in _FILLED and args and self.given.lacks(args[0]):
+        elif function in _FILLED and args and self.given.follows and not self.given.gives(args[0]):
             value = kwargs.get("fill_value", args[1] if len(args) > 1 else _FILLED[function])
             return self._filled(function(*args, **kwargs), value)
         made = self.given.before(args, kwargs)

@@ -33,7 +33,7 @@ def with_fixed_rows(function: Any, args: Any, kwargs: Any, given: GivenNumbers) 
     if function in _SELECTING and len(args) == 2 and not kwargs:
         found = given.rows(args[1])
         return None if found is None or args[0].shape != args[1].shape else args[0][found.unbind(1)]
-    if function in _REPEATING:
+    if function in _REPEATING and args and given.follows:
         return _repeated(*args, given=given, **kwargs)
     return _picked(args[0], args[1], given) if function is Tensor.__getitem__ else None
 

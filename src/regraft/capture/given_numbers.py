@@ -48,12 +48,13 @@ class GivenNumbers:
             them.
 
     Attributes:
+        follows: whether anything is given.
         asked: what was read, for which the graph holds.
     """
 
     def __init__(self, known: KnownNumbers, inputs: Iterable[tuple[Tensor, Tensor]] | None) -> None:
         self._known = known
-        self._follows = inputs is not None
+        self.follows = inputs is not None
         self._makers: Any = WeakTensorKeyDictionary()  # of each what makes its value, and how often it was written to
         self.asked: list[Asked] = []
         for tensor, value in inputs or ():
@@ -66,7 +67,7 @@ class GivenNumbers:
             function: what is called.
             args: its positional arguments.
         """
-        if not self._follows or function not in READING or (maker := self._maker(args[0])) is None:
+        if not self.follows or function not in READING or (maker := self._maker(args[0])) is None:
             return None
         with torch_private.outside_of_modes():
             number = function(maker())
@@ -81,7 +82,7 @@ class GivenNumbers:
         Args:
             tensor: the tensor.
         """
-        if not self._follows or tensor.dim() == 0 or (maker := self._maker(tensor)) is None:
+        if not self.follows or tensor.dim() == 0 or (maker := self._maker(tensor)) is None:
             return None
         if tensor.is_floating_point() or tensor.is_complex():
             return None
@@ -96,7 +97,7 @@ class GivenNumbers:
         Args:
             mask: the tensor.
         """
-        if not self._follows or (maker := self._maker(mask)) is None or mask.dim() == 0:
+        if not self.follows or (maker := self._maker(mask)) is None or mask.dim() == 0:
             return None
         with torch_private.outside_of_modes():
             count = int(maker().count_nonzero())
@@ -109,20 +110,20 @@ class GivenNumbers:
         Args:
             tensor: the tensor.
         """
-        if not self._follows or tensor.is_floating_point() or (maker := self._maker(tensor)) is None:
+        if not self.follows or tensor.is_floating_point() or (maker := self._maker(tensor)) is None:
             return None
         with torch_private.outside_of_modes():
             total = int(maker().sum())
         self.asked.append(Asked(tensor.sum(), total, line_that_runs()))
         return total
 
-    def lacks(self, tensor: Tensor) -> bool:
-        """Whether a tensor is not given, where others are.
+    def gives(self, tensor: Tensor) -> bool:
+        """Whether the values of a tensor are given.
 
         Args:
             tensor: the tensor.
         """
-        return self._follows and self._maker(tensor) is None
+        return self._maker(tensor) is not None
 
     def before(self, args: Any, kwargs: Any) -> Made | None:
         """What a call is given, where all of it is known; else None.
@@ -133,7 +134,7 @@ class GivenNumbers:
             args: its positional arguments.
             kwargs: its keyword arguments.
         """
-        if not self._follows:
+        if not self.follows:
             return None
         leaves, spec = pytree.tree_flatten((args, kwargs))
         makers = [self._maker(leaf) if isinstance(leaf, Tensor) else _as_in_the_example(leaf) for leaf in leaves]
