@@ -13,13 +13,14 @@ from regraft.transformations import TRANSFORMATIONS
 # Simplify first, because what is gone hides nothing; then fold constants into weights; then fuse and merge; pack last,
 # because nothing matches a packed layer any more. A name that this version of regraft does not have is passed over.
 _SIMPLIFY = ("RemoveDeadWork", "FoldBatchNorm", "SumConvs", "FusePad", "ReplaceEinsum", "ReplaceMatmul")
-_FUSE = ("FuseAttention", "FuseNorm", "FuseGelu", "HoistActivation", "FoldScale", "ChangeTrueDivToMulByInverse")
+_ATTEND = ("FuseAttention", "PadAttention")
+_FUSE = (*_ATTEND, "FuseNorm", "FuseGelu", "HoistActivation", "FoldScale", "ChangeTrueDivToMulByInverse")
 _TIDY = ("RemoveDeadWork", "RemoveUnreadRows")  # what was there for a norm that is folded; queries, before they merge
 _MERGE = ("MergeLinears",)  # no convolutions: to read some channels of many takes longer than to read an image again
 PACKING = ("PrepackForCpu",)
 
-FOR_TORCH = (*PACKING, "MergeLinears", "FusePad")
-"""What pays with torch's kernels alone: OpenVINO is no slower without the last two, often faster."""
+FOR_TORCH = (*PACKING, "MergeLinears", "FusePad", "PadAttention")
+"""What pays with torch's kernels alone: OpenVINO is no slower without the others, often faster."""
 
 LARGE = 2 << 30
 """Bytes of weights beyond which nothing is done unasked that takes room for the weights once more."""

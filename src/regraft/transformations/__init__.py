@@ -15,6 +15,7 @@ from regraft.transformations.hoist_activation import HoistActivation
 from regraft.transformations.lint_and_recompile import LintAndRecompile
 from regraft.transformations.merge_convs import MergeConvs
 from regraft.transformations.merge_linears import MergeLinears
+from regraft.transformations.pad_attention import PadAttention
 from regraft.transformations.prepack_for_cpu import PrepackForCpu
 from regraft.transformations.quantize import Quantize
 from regraft.transformations.reduce_precision import ReducePrecision
@@ -39,6 +40,7 @@ TRANSFORMATIONS = (
     HoistActivation,
     ReducePrecision,
     Quantize,
+    PadAttention,
     PrepackForCpu,
     FuseAttention,
     FuseNorm,
@@ -69,6 +71,7 @@ __all__ = [
     "LintAndRecompile",
     "MergeConvs",
     "MergeLinears",
+    "PadAttention",
     "PrepackForCpu",
     "Quantize",
     "ReducePrecision",
