@@ -78,6 +78,10 @@ def test_what_is_padded_computes_the_same(name: str, widths: tuple[int, int], dt
     assert site.sentence == f"{'values' if widths == (6, 4) else 'queries and keys'} of width 4 padded to 6"
 
 
+def test_one_query_is_padded_in_half_precision() -> None:
+    check_applied(RULE, Attends(REFUSED["one query"][0]), given((6, 4), dtype=torch.bfloat16), "trace")
+
+
 @pytest.mark.parametrize("widths", WIDTHS)
 def test_groups_of_queries_stay_groups(widths: tuple[int, int]) -> None:
     gm = check_applied(RULE, Attends(lambda m, q, k, v: attention(q, k, v, enable_gqa=True)), given(widths, G), "trace")

@@ -17,6 +17,8 @@ from regraft.core.rewrite import Rewrite
 from regraft.core.values import value_of
 from regraft.core.vocabulary import ATTENTION, Call, read
 
+_HALF = (torch.float16, torch.bfloat16)
+
 
 class _Uneven(Calls):
     """The calls whose values are of another width than their keys."""
@@ -37,8 +39,9 @@ class PadAttention(Rewrite):
     from them; its scale stays that of the width which the queries had. DeepSeek's latent attention (DeepSeek-AI 2024,
     arXiv:2405.04434), with keys of 192 and values of 128, is such.
 
-    Refused where one query alone reads the keys: there the copy that is padded takes longer than what it saves. What is
-    not finite may come out otherwise, as in any call of the fast kernel: it gives zeros for a query of NaNs.
+    Refused where one query alone reads the keys, but in half precision: there the copy that is padded takes longer than
+    what it saves. What is not finite may come out otherwise, as in any call of the fast kernel: it gives zeros for a
+    query of NaNs.
 
     Example:
         >>> import torch, regraft as rg
@@ -63,11 +66,13 @@ class PadAttention(Rewrite):
         widths, known = _widths(call), value_of(query)
         assert widths is not None
         assert known is not None
+        length: Any = known.shape[-2]
+        alone = isinstance(length, int) and length == 1 and known.dtype not in _HALF
         require(
             that(not call["dropout_p"], f"{call.where} drops weights at random"),
             that(known.ndim == 4, f"{call.where} has {known.ndim} axes, and torch's fast kernel takes four"),
             that(known.device.type in ("cpu", "meta"), f"{call.where} is on {known.device}, which has other kernels"),
-            that(known.shape[-2] != 1, f"{call.where} has one query, for which a padded copy of all keys does not pay"),
+            that(not alone, f"{call.where} has one query, for which a padded copy of all keys does not pay"),
         )
         width, wide = widths[1], max(widths)
         settings = {name: call[name] for name in ("attn_mask", "is_causal", "scale", "enable_gqa")}
