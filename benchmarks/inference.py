@@ -140,6 +140,12 @@ _DEBERTA = {
 _GEMMA = {"hidden_size": 768, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 1}
 _GEMMA |= {"head_dim": 96, "intermediate_size": 3072, "vocab_size": 32000, "use_cache": False}
 
+# Layers without experts, of DeepSeek-V3's latent attention with its widths of heads.
+_DEEPSEEK = {"hidden_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8}
+_DEEPSEEK |= {"q_lora_rank": 384, "kv_lora_rank": 256, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+_DEEPSEEK |= {"v_head_dim": 128, "intermediate_size": 2048, "first_k_dense_replace": 4, "vocab_size": 32000}
+_DEEPSEEK |= {"use_cache": False}
+
 
 def _vitpose(batch: int) -> tuple[nn.Module, dict[str, Any]]:
     from transformers import VitPoseBackboneConfig, VitPoseConfig, VitPoseForPoseEstimation
@@ -169,6 +175,7 @@ OTHERS: dict[str, Callable[[int], tuple[nn.Module, dict[str, Any]]]] = {
     "deberta-v3": _language_model("DebertaV2Model", 128, **_DEBERTA),
     "gpt2": _language_model("GPT2LMHeadModel", 64, use_cache=False),
     "gemma-8-layers": _language_model("GemmaForCausalLM", 64, **_GEMMA),
+    "deepseek-4-layers": _language_model("DeepseekV3ForCausalLM", 512, **_DEEPSEEK),
 }
 
 
