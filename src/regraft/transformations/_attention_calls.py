@@ -95,17 +95,23 @@ def lighten(match: Match, edit: Edit, facts: Facts) -> str:
     operands = [query, *(taken or (key, value))]
     if batches is not None:
         ordered = facts.order_free(call.node) is not None
-        put(edit, call.node, operands, _settings(call, causal, taken), batches, None, ordered)
+        put(edit, call.node, operands, settings_of(call, causal, taken), batches, None, ordered)
     else:
-        edit.replace(call.node, F.scaled_dot_product_attention, *operands, **_settings(call, causal, taken))
+        edit.replace(call.node, F.scaled_dot_product_attention, *operands, **settings_of(call, causal, taken))
     for left in (key, value, *([mask] if causal else [])):
         drop(left, edit)
     what = ("the keys and values are not repeated", taken is not None), ("the mask is causal", causal)
     return ", ".join(text for text, done in (*what, ("four axes", batches is not None)) if done)
 
 
-def _settings(call: Call, causal: bool, pair: Any) -> dict[str, Any]:
-    """The keywords of the lighter call: those of the call that it stands for, and no defaults."""
+def settings_of(call: Call, causal: bool = False, pair: Any = None) -> dict[str, Any]:
+    """The keywords of a call of fused attention, without defaults, for another in its place.
+
+    Args:
+        call: The call.
+        causal: Whether its mask is not needed, since it is known to be causal.
+        pair: The keys and values that are not repeated any more, if any.
+    """
     given = {name: call[name] for name in ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")}
     given |= {"attn_mask": None, "is_causal": True} if causal else {}
     given |= {"enable_gqa": True} if pair is not None else {}

@@ -16,6 +16,7 @@ from regraft.core.query import Facts, require, that
 from regraft.core.rewrite import Rewrite
 from regraft.core.values import value_of
 from regraft.core.vocabulary import ATTENTION, Call, read
+from regraft.transformations._attention_calls import settings_of
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -74,11 +75,9 @@ class PadAttention(Rewrite):
             that(known.device.type in ("cpu", "meta"), f"{call.where} is on {known.device}, which has other kernels"),
             that(not alone, f"{call.where} has one query, for which a padded copy of all keys does not pay"),
         )
-        width, wide = widths[1], max(widths)
-        settings = {name: call[name] for name in ("attn_mask", "is_causal", "scale", "enable_gqa")}
-        if settings["scale"] is None and widths[0] < wide:
-            settings["scale"] = 1 / math.sqrt(widths[0])
-        given = {name: setting for name, setting in settings.items() if setting is not None and setting is not False}
+        width, wide, given = widths[1], max(widths), settings_of(call)
+        if widths[0] < wide:
+            given.setdefault("scale", 1 / math.sqrt(widths[0]))
         node, laid = call.node, facts.order_free(call.node) is not None or facts.returned(call.node)
         operands = [_padded(one, wide, node, edit) for one in (query, key, value)]
         rest: list[tuple[Any, ...]] = [(torch.narrow, -1, 0, width)] if width < wide else []
