@@ -22,12 +22,12 @@ RULES = tuple(rule for rule in rg.TRANSFORMATIONS if rule is not rg.DeepCopy)
 @pytest.mark.fuzz
 @pytest.mark.parametrize("rule", rg.TRANSFORMATIONS, ids=lambda rule: rule.__name__)
 def test_every_rule_obeys_the_laws(rule: type[rg.Transformation]) -> None:
-    tally = fuzz(rule(), examples=ASKED or 20, seed=SEED)
+    tally = fuzz(rule(), examples=ASKED or 12, seed=SEED)
     print(f"{rule.__name__}: {tally}")
 
 
 @pytest.mark.fuzz
-@settings(max_examples=ASKED or 60)
+@settings(max_examples=ASKED or 40)
 @given(programs(), st.lists(st.sampled_from(RULES), min_size=1, max_size=5), st.data())
 def test_any_composition_is_undone_in_any_order(program, rules, data) -> None:
     built = runs(program)

@@ -140,7 +140,7 @@ def observed(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[Seen]:
 @pytest.mark.fuzz
 @pytest.mark.parametrize("capture", [rg.trace, lambda model, _: rg.symbolic_trace(model)], ids=["trace", "fx"])
 @seed(SEED)
-@settings(max_examples=ASKED or 100)
+@settings(max_examples=ASKED or 60)
 @given(
     st.lists(STEPS, min_size=2, max_size=10),
     st.lists(st.integers(0, 9), max_size=2),

@@ -1,4 +1,4 @@
-"""A few bugs, the same ones each time, planted and caught; `make mutants` plants all of them."""
+"""Two bugs, the same ones each time, planted and caught; `make mutants` plants all of them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def mutants(*options: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_sample_of_bugs_is_caught() -> None:
-    done = mutants("--only", "merge_linears,fuse_bias_in_linear", "--sample", "4", "--tests", *TESTS)
-    assert "4 of 4 mutants caught" in done.stdout, done.stdout + done.stderr
+    done = mutants("--only", "merge_linears,fuse_bias_in_linear", "--sample", "2", "--tests", *TESTS)
+    assert "2 of 2 mutants caught" in done.stdout, done.stdout + done.stderr
 
 
 def test_there_is_a_mutant_for_each_condition_question_and_formula() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from regraft.verify import Comparison, compare_speed
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -21,8 +24,13 @@ def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture(autouse=True)
-def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a program is timed at does not matter here, so nobody waits until the threads of the other are asleep."""
-    from regraft.optimize.engines import choosing
+def _soon_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a program is timed at does not matter here, so nobody waits until the threads of the other are asleep, or
+    until it is certain which of two ways is the faster one."""
+    from regraft.optimize.engines import choosing, onednn_graph
+
+    def compare(*programs: Callable[[], object], **limits: float) -> Comparison:
+        return compare_speed(*programs, **{**limits, "min_seconds": 0.02})
 
     monkeypatch.setattr(choosing, "PAUSE", 0.001)
+    monkeypatch.setattr(onednn_graph, "compare_speed", compare)
