@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import regraft as rg
-from regraft.capture import decisions
+from regraft.capture import decisions, transformers_adapter
 from regraft.capture.codegen import decided_in
 from regraft.capture.given_numbers import GivenNumbers
 from regraft.core.errors import CaptureError, NotCovered
@@ -321,6 +322,39 @@ def test_what_varies_still_varies() -> None:
         assert torch.equal(gm(x, lengths), model(x, lengths))
         with pytest.raises(NotCovered, match="reads True of its inputs"):
             gm(x, lengths - 3)
+
+
+def test_of_the_tries_with_sizes_that_vary_one_tells_that_it_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    exporting, varying = torch.export.export, []
+
+    def export(flat: Any, *args: Any, **kwargs: Any) -> Any:
+        varying.append((kwargs["dynamic_shapes"] is not None, flat.values is not None))
+        return exporting(flat, *args, **kwargs)
+
+    monkeypatch.setattr(torch.export, "export", export)
+    model = Decides(lambda m, x, n: m.linear(x) if n.max() > 5 else x).eval()
+    assert decided_in(rg.trace(model, (X, LENGTHS), dynamic_shapes="auto"))
+    assert varying.count((True, False)) == 1, "the others take as long, and end there too"
+    assert varying[-1] == (True, True)
+
+
+def test_a_way_in_which_it_does_not_decide_is_tried_with_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Decides(lambda m, x, n: m.linear(x) if m.told or n.max() > 5 else x).eval()
+    model.told = False  # type: ignore[assignment]
+
+    @contextlib.contextmanager
+    def told() -> Iterator[None]:
+        model.told = True  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            model.told = False  # type: ignore[assignment]
+
+    monkeypatch.setattr(transformers_adapter, "ways", lambda _: [contextlib.nullcontext, told])
+    gm = rg.trace(model, (X, LENGTHS), dynamic_shapes="auto")
+    assert not decided_in(gm)
+    for x in (torch.randn(3, 9, 4), torch.randn(5, 6, 4), torch.randn(4, 7, 4)):
+        assert torch.equal(gm(x, torch.full((len(x),), 6)), model(x, torch.full((len(x),), 6)))
 
 
 def test_where_a_question_asks_for_a_size_of_what_weights_make_no_size_varies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,6 +153,7 @@ def export(
     ways: Sequence[Callable[[], AbstractContextManager[Any]]],
     quick: bool = False,
     decided: bool = False,
+    hasty: bool = False,
 ) -> Exported:
     """Export a model, in the first of some ways that works.
 
@@ -163,6 +164,7 @@ def export(
         ways: contexts to export in, the plain one first.
         quick: whether to give up where sizes are too involved.
         decided: whether what the model decides by the values of its inputs is decided as for these.
+        hasty: whether to raise where it decides by them, before other samples and ways are tried.
 
     Raises:
         TooInvolved: they are.
@@ -190,6 +192,8 @@ def export(
             except Exception as error:  # whatever a model raises when it meets sizes that it does not take
                 if quick and _is_about_equations(error):
                     raise TooInvolved(str(error).strip()) from error
+                if hasty and decides_by_value(error):
+                    raise
                 failure = error if failure is None or sample is leaves else failure
                 stop = where(model, error) if decides_by_value(error) else None
                 if way is ways[0]:

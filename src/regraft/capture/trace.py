@@ -178,19 +178,23 @@ def _exported_as_widely_as_can_be(model: nn.Module, call: Call, axes: Axes, deci
     none: Axes = [None] * len(axes)
     *ways, last = [axes, *(fewer for fewer in (batch, none) if fewer != axes)]
     fixed = _exported(model, call, last, decided=True) if decided else None  # where it fails, the rest does as well
-    for way in ways:
+    while ways:
         try:
-            return _exported(model, call, way, quick=True, decided=decided)
+            return _exported(model, call, ways[0], quick=True, decided=decided, hasty=fixed is None)
         except CaptureError as error:
             refuse_example(model, call)  # other axes would not help
             if fixed is None and decides_by_value(error.__cause__):
                 fixed = _exported(model, call, last)  # where this fails as well, the axes have no part in it
+            else:
+                del ways[0]
     return fixed or _exported(model, call, last, decided=decided)
 
 
-def _exported(model: nn.Module, call: Call, axes: Axes, quick: bool = False, decided: bool = False) -> Exported:
+def _exported(
+    model: nn.Module, call: Call, axes: Axes, quick: bool = False, decided: bool = False, hasty: bool = False
+) -> Exported:
     try:
         with untouched(model):
-            return export(model, call, axes, transformers_adapter.ways(model), quick, decided)
+            return export(model, call, axes, transformers_adapter.ways(model), quick, decided, hasty)
     except Exception as error:
         raise capture_error(model, error) from error
