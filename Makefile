@@ -57,7 +57,8 @@ env: $(TOOLS) ## make the environment, and nothing more
 demo: $(READY) ## rewrite MiniLM, verify, measure, take it back
 	@$(BIN)/python examples/minilm.py
 
-test: $(TOOLS) lint types ## lint, types and every test (under 15 minutes on two cores)
+# A module's tests stay on one worker: the models and graphs that they share are made once.
+test: $(TOOLS) lint types ## lint, types and every test (about 20 minutes on two cores)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 check: $(TOOLS) lint types layout ## lint, types and the import rule (about a minute, then seconds)
