@@ -21,6 +21,7 @@ from regraft.dropin import grafts_of
 from regraft.dropin.contents import Contents
 from regraft.optimize import optimize
 from regraft.optimize.side_effects import side_effects
+from regraft.transformations import _mkldnn
 
 
 class Plain(Pair):
@@ -535,3 +536,16 @@ def test_the_random_state_is_as_it_was() -> None:
     assert isinstance(result, rg.Optimized)
     assert torch.equal(torch.get_rng_state(), before)
     assert random.getstate() == before_python
+
+
+def test_generators_of_devices_not_yet_in_use_are_not_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A seed for those waits until the device is used; one of ours would take the place of the user's."""
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    torch.manual_seed(7)
+    _mkldnn.works.cache_clear()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Dropout(), nn.Linear(WIDTH, WIDTH)).eval()
+    optimized(model, drawn())
+    assert _mkldnn.works.cache_info().misses
+    assert seeds == [7]

@@ -101,7 +101,10 @@ def _seeded(seed: int) -> Iterator[Callable[[], bool]]:
     cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     python = random.getstate()
     with torch.random.fork_rng(devices=cuda):
-        torch.manual_seed(seed)
+        # torch.manual_seed would also seed devices that are not yet in use, in place of the user's own seed for them.
+        torch.default_generator.manual_seed(seed)
+        if cuda:
+            torch.cuda.manual_seed_all(seed)
         random.seed(seed)
         before = _random_states(cuda)
         try:
