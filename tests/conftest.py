@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import random
+import sys
 from collections.abc import Iterator
 
 # Read once, when the libraries are imported.
@@ -25,6 +26,8 @@ import torch._dynamo
 UNDER_XDIST = "PYTEST_XDIST_WORKER" in os.environ
 FUZZ_EXAMPLES = int(os.environ.get("REGRAFT_FUZZ", "0"))
 SEED = int(os.environ.get("REGRAFT_SEED", "0"))
+
+sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]  # it starts a dozen processes for each conversion
 
 if UNDER_XDIST:
     torch.set_num_threads(1)
@@ -45,7 +48,9 @@ hypothesis.settings.load_profile("fuzz" if FUZZ_EXAMPLES else "test")
 def _seed(stage: int) -> None:
     """Another number for each stage: what a test draws is not to equal the weights it found there."""
     random.seed(1000 * SEED + stage)
-    torch.manual_seed(1000 * SEED + stage)
+    torch.default_generator.manual_seed(1000 * SEED + stage)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(1000 * SEED + stage)  # which looks up from where it was called, each time
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
