@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from regraft.capture import trace
 from regraft.optimize.engines import onednn_function, onednn_graph
 from regraft.optimize.engines.flat import Flat
+from regraft.optimize.engines.onednn_forms import Forms
 from regraft.optimize.engines.onednn_function import as_function, empty
 from regraft.optimize.engines.onednn_pieces import in_pieces
 
@@ -73,22 +74,33 @@ def _refuse(_: Any) -> None:
     raise ValueError("not this one")
 
 
-def _frozen(model: nn.Module) -> tuple[Any, Any]:
-    traced: Any = torch.jit.trace(model.eval(), (X,), check_trace=False)
-    return traced, torch.jit.freeze(traced)
+def test_torchscript_makes_no_type_for_a_layer() -> None:
+    """It would keep it."""
+
+    def kinds(layers: int) -> int:
+        flat = Flat(trace(nn.Sequential(*(nn.Linear(16, 16) for _ in range(layers))).eval(), (X,)), {"input": X})
+        gc.collect()
+        before = len(nn.Module.__subclasses__())
+        onednn_graph.build(flat)
+        gc.collect()
+        return len(nn.Module.__subclasses__()) - before
+
+    assert kinds(1) == kinds(7)
 
 
 def test_a_function_computes_what_the_module_does_and_does_not_need_it() -> None:
-    model = Layers()
-    traced, frozen = _frozen(model)
+    model = Layers().eval()
+    forms = Forms(trace(model, (X,)), (X,))
+    given = (X, *forms.beside)
+    traced: Any = torch.jit.trace(forms, given, check_trace=False)
+    frozen: Any = torch.jit.freeze(traced)
     program = as_function(frozen)
     assert program is not frozen  # if what is used here has moved, this fails
     for module in (traced, frozen):
         empty(module)
         assert not list(module.graph.nodes())
-        assert not list(traced.first.graph.nodes())
     with torch.no_grad():
-        torch.testing.assert_close(program(X), model(X))
+        torch.testing.assert_close(forms.complete(program(*given))[0], model(X))
 
 
 def test_a_module_that_has_a_state_stays_a_module() -> None:

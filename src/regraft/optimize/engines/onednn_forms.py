@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -60,8 +61,10 @@ class Forms(nn.Module):
         read_or_called = (node for op in ("get_attr", "call_module") for node in gm.graph.find_nodes(op=op))
         if any(isinstance(attribute(gm, str(node.target)), GraphModule) for node in read_or_called):
             raise ValueError("the graph has graphs inside of it")
-        self.training = False  # of itself alone: the graph's modules are others', too
-        self.gm = gm
+        self.training = False
+        # Weights, and no layers: for each layer TorchScript would make a type, which takes long and which it keeps.
+        weights = dict.fromkeys(chain(gm.parameters(), gm.buffers()))
+        self._buffers.update((f"weight_{place}", weight) for place, weight in enumerate(weights))
         values = Values(gm, images)
         values.run(*sample)
         self.images = values.images
@@ -115,7 +118,7 @@ class _Run(Images):
     """
 
     def __init__(self, forms: Forms, beside: Sequence[Tensor]) -> None:
-        super().__init__(forms.gm, bool(forms.images))
+        super().__init__(forms.known.gm, bool(forms.images))
         self._forms, self._known, self._beside = forms, forms.known, beside
         self._masks: dict[Any, Mask] = {}
         self.blind: list[Tensor] = []  # for masks that had no such row in the sample, whether there is one

@@ -32,18 +32,14 @@ def as_function(module: torch.jit.ScriptModule) -> Program:
 
 
 def empty(module: torch.jit.ScriptModule) -> None:
-    """Take everything out of the graphs of a module, and of those within it, that nobody calls any more.
+    """Take everything out of the graph of a module that nobody calls any more.
 
     Args:
-        module: The module.
+        module: The module, which has no modules within it.
     """
-    for each in module.modules():
-        try:
-            graph: Any = each.graph
-        except (AttributeError, RuntimeError):  # it was not called, and has none
-            continue
-        if hasattr(graph, "eraseOutput"):
-            while list(graph.outputs()):
-                graph.eraseOutput(0)
-            for node in reversed(list(graph.nodes())):
-                node.destroy()
+    graph: Any = module.graph
+    if hasattr(graph, "eraseOutput"):
+        while list(graph.outputs()):
+            graph.eraseOutput(0)
+        for node in reversed(list(graph.nodes())):
+            node.destroy()
