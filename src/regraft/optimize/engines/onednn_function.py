@@ -1,8 +1,9 @@
 """A program that goes when its engine goes. torch keeps the graphs of TorchScript modules, and the weights in them.
 
 Each module that is traced or frozen leaves its graph in a list of the process, with the weights that are constants in
-it. A function has a graph of its own, which nobody else keeps. torch has no public way from the one to the other: where
-what is used here is missing, the module is run and its graph stays.
+it. A function has a graph of its own, which nobody else keeps. Each that is traced leaves a class below `nn.Module`,
+too, and those slow what sets a method of `nn.Module`, as tracing does. torch has no public way from a module to a
+function, or to let go of either: where what is used here is missing, the module is run, and they stay.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def as_function(module: torch.jit.ScriptModule) -> Program:
 
 
 def empty(module: torch.jit.ScriptModule) -> None:
-    """Take everything out of the graph of a module that nobody calls any more.
+    """Take everything out of the graph of a module that nobody calls any more, and let go of its class.
 
     Args:
         module: The module, which has no modules within it.
@@ -43,3 +44,6 @@ def empty(module: torch.jit.ScriptModule) -> None:
             graph.eraseOutput(0)
         for node in reversed(list(graph.nodes())):
             node.destroy()
+    store = getattr(getattr(torch.jit, "_recursive", None), "concrete_type_store", None)
+    types: set[Any] = getattr(store, "methods_compiled", set())
+    types.discard(getattr(module, "_concrete_type", None))
