@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import ClassVar
@@ -35,7 +36,7 @@ def available(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["onednn", "onnxruntime", "openvino", pytest.param("inductor", marks=pytest.mark.slow)]
 )
-def test_an_engine_runs_the_model(name: str) -> None:
+def test_an_engine_runs_the_model(name: str, recwarn: pytest.WarningsRecorder) -> None:
     available(name)
     model = heads()
     result = rg.optimize(model, kwargs={"x": image()}, engine=name, keep="all", verify=False, **EXACT)
@@ -51,6 +52,24 @@ def test_an_engine_runs_the_model(name: str) -> None:
     assert grafts_of(other).entries[0].engine is None
     result.undo()
     assert entry.engine is None
+    assert not any(issubclass(warning.category, FutureWarning) for warning in recwarn)
+
+
+class Spectrum(torch.nn.Module):
+    """Calls what no engine knows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.eigvalsh(x @ x.mT) / 2
+
+
+@pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
+def test_one_that_fails_leaves_the_users_log_as_it_was(name: str) -> None:
+    available(name)
+    root = logging.getLogger()
+    before = root.level, root.handlers[:], root.filters[:]
+    result = rg.optimize(Spectrum(), (torch.rand(4, 4),), engine=name, keep="all", **EXACT)
+    assert result.graphs[0].engine.tried[name].startswith("cannot run it"), result
+    assert (root.level, root.handlers, root.filters) == before
 
 
 class Halved(torch.nn.Module):

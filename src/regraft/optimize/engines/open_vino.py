@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,15 +32,8 @@ def build(flat: Flat) -> Run:
     """
     import openvino
 
-    attention = torch.ops.aten.scaled_dot_product_attention.default
-    program = flat.exported().run_decompositions({attention: _with_repeated_keys})
-    tables = program.state_dict, program.constants
-    for table in tables:
-        table.update(copy.deepcopy(table))
-        for weight in table.values():
-            if isinstance(weight, Tensor):  # or OpenVINO would make another copy, which nobody keeps
-                weight.data = weight.detach().contiguous()
-    model = openvino.convert_model(program)
+    with _unnoticed():
+        model, tables = _converted(flat)
     # which lets every size vary, and that costs time; one that may is -1 to it
     model.reshape(dict(enumerate(map(_sizes, flat.sample, flat.varying))))
     rounded = [result.element_type == openvino.Type.bf16 for result in model.outputs]
@@ -63,6 +59,35 @@ def build(flat: Flat) -> Run:
         return [_copied(request.get_output_tensor(index).data, low) for index, low in enumerate(rounded)]
 
     return flat.covering(run)
+
+
+@contextmanager
+def _unnoticed() -> Iterator[None]:
+    """Without what a conversion tells of its own code, and the level that one that fails leaves on the root logger."""
+    root = logging.getLogger()
+    level, handlers, filters = root.level, root.handlers[:], root.filters[:]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        root.setLevel(level)
+        root.handlers, root.filters = handlers, filters
+
+
+def _converted(flat: Flat) -> tuple[Any, Any]:
+    """A graph as OpenVINO's model, and the weights that it computes with."""
+    import openvino
+
+    attention = torch.ops.aten.scaled_dot_product_attention.default
+    program = flat.exported().run_decompositions({attention: _with_repeated_keys})
+    tables = program.state_dict, program.constants
+    for table in tables:
+        table.update(copy.deepcopy(table))
+        for weight in table.values():
+            if isinstance(weight, Tensor):  # or OpenVINO would make another copy, which nobody keeps
+                weight.data = weight.detach().contiguous()
+    return openvino.convert_model(program), tables
 
 
 def _sizes(tensor: Tensor, varying: Mapping[int, Any]) -> list[int]:
