@@ -1,4 +1,5 @@
-"""An index beyond what it indexes is an error with every engine, as it is with the original."""
+"""An index beyond what it indexes is an error with every engine, as it is with the original; a row of attention that
+sees no key is zero."""
 
 from __future__ import annotations
 
@@ -147,3 +148,77 @@ def test_an_engine_raises_what_the_original_raises(engine: str) -> None:
         longer = torch.randint(0, 9, (3, 7)), torch.full((3, 7), 6)
         assert torch.allclose(result.model(*longer), model(*longer), atol=1e-5)
         assert grafts_of(result.model).calls["forward"] == 1
+
+
+class Attention(nn.Module):
+    """In two layers with one mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 24) for _ in range(2))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for layer in self.layers:
+            query, key, value = layer(x)[:, None].chunk(3, -1)
+            x = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)[:, 0]
+        return x
+
+
+def _added(mask: Tensor) -> Tensor:
+    return torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+
+
+def _padded(*lengths: int, size: int = 5) -> Tensor:
+    """A mask for texts of such lengths, the padding in front; causal, so that the padding sees no key."""
+    seen = torch.arange(size) >= size - torch.tensor(lengths)[:, None]
+    return (seen[:, None] & torch.ones(size, size, dtype=torch.bool).tril())[:, None]
+
+
+FORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "true and false": lambda mask: mask,
+    "added": _added,
+    "of each key": lambda mask: mask[:, :, -1:],
+    "added of each key": lambda mask: _added(mask[:, :, -1:]),
+}
+BLIND = {"true and false": (3, 5), "added": (3, 5), "of each key": (0, 5), "added of each key": (0, 5)}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_runtime_is_asked_whether_each_row_sees_a_key(form: str) -> None:
+    model, x, formed = Attention().eval(), torch.randn(2, 5, 8), FORMS[form]
+    flat = Flat(rg.trace(model, (x, formed(_padded(5, 5)))), {"x": x, "mask": formed(_padded(5, 5))})
+    program = flat.exported()
+    assert sum(node.target is torch.ops.aten.any.dim for node in program.graph.nodes) == 1
+    module = program.module(check_guards=False)
+    run = flat.covering(lambda inputs: module(*inputs))
+
+    def called(mask: Tensor) -> Tensor:
+        return run((x, mask))[0]
+
+    with torch.no_grad():
+        for mask in (_padded(5, 5), _padded(5, 5) | torch.eye(5, dtype=torch.bool)):
+            torch.testing.assert_close(called(formed(mask)), model(x, formed(mask)))
+        with pytest.raises(NotCovered, match="a row of attention sees no key"):
+            called(formed(_padded(*BLIND[form])))
+
+
+def test_an_engine_that_does_not_cover_the_example_is_none() -> None:
+    x, mask = torch.randn(2, 5, 8), _padded(3, 5)
+    flat = Flat(rg.trace(Attention().eval(), (x, mask)), {"x": x, "mask": mask})
+    module = flat.exported().module(check_guards=False)
+    with pytest.raises(NotCovered, match="a row of attention sees no key"):
+        flat.covering(lambda inputs: module(*inputs))
+
+
+@pytest.mark.parametrize("form", ["true and false", "added"])
+@pytest.mark.parametrize("engine", ["onednn", "inductor", "onnxruntime", "openvino"])
+def test_with_an_engine_a_row_that_sees_no_key_is_what_it_is_without(engine: str, form: str) -> None:
+    if engine in ("onnxruntime", "openvino"):
+        pytest.importorskip(engine)
+    model, x, formed = Attention().eval(), torch.randn(2, 5, 8), FORMS[form]
+    result = rg.optimize(model, (x, formed(_padded(5, 5))), engine=engine, keep="all", seconds=0.01)
+    assert result.graphs[0].engine.engine == engine, result
+    with torch.no_grad():
+        for mask in map(formed, (_padded(5, 5), _padded(3, 5), _padded(0, 1))):
+            torch.testing.assert_close(result.model(x, mask), model(x, mask), atol=1e-5, rtol=1e-5)
+    assert grafts_of(result.model).calls["forward"] == 3

@@ -121,10 +121,14 @@ class Flat:
         """An engine that was made of `exported()`, for the calls that it covers.
 
         Export takes each size that varies to be two or more, and an engine may stand on that: what ONNX Runtime gives
-        for a padded text of one token was off. And what an index beyond all there is gives is up to the engine.
+        for a padded text of one token was off. And what an index beyond all there is gives is up to the engine, as is
+        what a row of attention gives that sees no key.
 
         Args:
             run: The engine.
+
+        Raises:
+            NotCovered: It does not cover the sample.
         """
         several = [
             (place, axis)
@@ -138,9 +142,10 @@ class Flat:
                 raise NotCovered("the engine was made for sizes of two or more")
             *results, within = run(inputs)
             if not within:
-                raise NotCovered("an index is beyond what it indexes")
+                raise NotCovered("an index is beyond what it indexes, or a row of attention sees no key")
             return results
 
+        run_covered(self.sample)
         return run_covered
 
 

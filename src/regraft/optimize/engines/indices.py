@@ -1,10 +1,13 @@
-"""Whether indices are within what they index: torch asks and raises, other runtimes give something that was not there.
+"""Whether indices are within what they index, and each row of attention sees a key: other runtimes do not ask.
 
-OpenVINO gives zeros for a token that an embedding does not have, ONNX Runtime the last one for a token of -1.
+Where an index is beyond, torch raises. OpenVINO gives zeros for a token that an embedding does not have, ONNX Runtime
+the last one for a token of -1. A row that sees no key, as padding in front of a text, is zero in torch. OpenVINO gives
+NaN, which goes on into all others, and ONNX Runtime the mean of what it does not see.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,7 +27,7 @@ Bounds = Iterator[tuple[Node, Any, Any]]
 
 
 class Within(nn.Module):
-    """A module that returns one more tensor than another: whether all indices were within what they index.
+    """A module that returns one more tensor than another: whether indices and masks were such as runtimes agree on.
 
     Args:
         module: The module, which takes tensors, and returns tensors in a tuple.
@@ -41,7 +44,7 @@ class Within(nn.Module):
 
 
 def ask_indices(program: ExportedProgram) -> None:
-    """Let the program of a `Within` say whether its indices are within what they index.
+    """Let the program of a `Within` say whether indices are within what they index, and each row of masks sees a key.
 
     Those are asked that are made of inputs or of their sizes; all others were right in the example.
 
@@ -53,17 +56,25 @@ def ask_indices(program: ExportedProgram) -> None:
     varying: set[Node] = set()
     made: list[Node] = []
     answers: list[Node] = []
+    masks: set[Node] = set()
     for node in list(graph.nodes):
         if node.name in given or not varying.isdisjoint(node.all_input_nodes):
             varying.add(node)
             if writes(node, program.graph_module):  # be it through a view: whatever was made before may hold it now
                 varying.update(made)
                 made.clear()
+                masks.clear()
         made.append(node)
         if node in varying and node.target in _BOUNDS:
             with graph.inserting_before(node):
                 bounds = _BOUNDS[node.target](graph, *node.args)
                 answers += [_are_within(graph, *each) for each in bounds if each[0] in varying]
+        if node.target is aten.scaled_dot_product_attention.default:
+            mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+            if isinstance(mask, Node) and mask in varying and mask not in masks:  # the same one in many layers
+                masks.add(mask)
+                with graph.inserting_before(node):
+                    answers.append(_each_sees(graph, mask))
     if answers:
         output = graph.output_node()
         said: Node = output.args[0][-1]
@@ -76,6 +87,11 @@ def ask_indices(program: ExportedProgram) -> None:
 def _are_within(graph: Graph, indices: Node, low: Any, size: Any) -> Node:
     enough, few = _call(graph, aten.ge.Scalar, indices, low), _call(graph, aten.lt.Scalar, indices, size)
     return _call(graph, aten.all.default, _call(graph, aten.logical_and.default, enough, few))
+
+
+def _each_sees(graph: Graph, mask: Node) -> Node:
+    seen = mask if mask.meta["val"].dtype is torch.bool else _call(graph, aten.gt.Scalar, mask, -math.inf)
+    return _call(graph, aten.all.default, _call(graph, aten.any.dim, seen, -1))
 
 
 def _call(graph: Graph, target: Any, *args: Any) -> Node:

@@ -79,8 +79,9 @@ def _converted(flat: Flat) -> tuple[Any, Any]:
     """A graph as OpenVINO's model, and the weights that it computes with."""
     import openvino
 
-    attention = torch.ops.aten.scaled_dot_product_attention.default
-    program = flat.exported().run_decompositions({attention: _with_repeated_keys})
+    aten = torch.ops.aten
+    spelled = {aten.scaled_dot_product_attention.default: _with_repeated_keys, aten.cat.default: _without_nothing}
+    program = flat.exported().run_decompositions(spelled)
     tables = program.state_dict, program.constants
     for table in tables:
         table.update(copy.deepcopy(table))
@@ -120,3 +121,11 @@ def _with_repeated_keys(query: Tensor, key: Tensor, value: Tensor, *rest: Any, *
     each = query.shape[-3] // key.shape[-3]
     repeated = (tensor.repeat_interleave(each, -3) for tensor in (key, value))
     return torch.ops.aten.scaled_dot_product_attention.default(query, *repeated, *rest, **settings)
+
+
+def _without_nothing(tensors: Sequence[Tensor], dim: int = 0) -> Any:
+    """What is joined but what has one axis with nothing along it, as a cache begins with: OpenVINO does not skip it."""
+    rest = [tensor for tensor in tensors if tensor.shape != (0,)]
+    if len(rest) in (0, len(tensors)) or len({tensor.dtype for tensor in tensors}) > 1:
+        return NotImplemented
+    return torch.ops.aten.cat.default(rest, dim)
