@@ -72,6 +72,36 @@ def test_one_that_fails_leaves_the_users_log_as_it_was(name: str) -> None:
     assert (root.level, root.handlers, root.filters) == before
 
 
+class Whole(torch.nn.Module):
+    """Computes with whole numbers, and divides them in each way."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ways = [x % 7, x // 3, x // y, *(torch.div(x, by, rounding_mode="floor") for by in (3, y))]
+        return *ways, torch.div(x, y, rounding_mode="trunc"), x.float() // 3, x // 2.5
+
+
+def test_whole_numbers_are_to_openvino_what_they_are_to_torch() -> None:
+    available("openvino")
+    model, x, y = Whole().eval(), torch.arange(8).repeat(4, 1), torch.full((4, 8), 3)
+    result = rg.optimize(model, (x, y), engine="openvino", keep="all", **EXACT)
+    assert result.graphs[0].engine.engine == "openvino", result
+    for numbers in (x - 5, 5 - x, x << 20, x + 3000, (x - 5) << 20):
+        for by in (y, -y, y + 4):
+            torch.testing.assert_close(result.model(numbers, by), model(numbers, by), rtol=0, atol=0)
+
+
+def test_openvino_is_given_no_numbers_of_more_than_24_bits() -> None:
+    available("openvino")
+    model, x, y = Whole().eval(), torch.arange(8).repeat(4, 1), torch.full((4, 8), 3)
+    result = rg.optimize(model, (x, y), engine="openvino", keep="all", **EXACT)
+    assert result.graphs[0].engine.engine == "openvino", result
+    for bits in (23, 24, 25, 30, 31, 32, 50):
+        for number in (1 << bits, -1 << bits):
+            numbers = x.clone()
+            numbers[2, 3] = number
+            torch.testing.assert_close(result.model(numbers, y)[0], model(numbers, y)[0], rtol=0, atol=0)
+
+
 class Begun(torch.nn.Linear):
     """Joins what it computes with nothing, as the first call does that fills a cache."""
 

@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regraft.core.errors import NotCovered
 from regraft.optimize.engines.flat import Flat, Run
+
+aten = torch.ops.aten
+
+_LONGEST = 1 << 24
 
 
 def build(flat: Flat) -> Run:
@@ -51,6 +56,8 @@ def build(flat: Flat) -> Run:
         if not hasattr(local, "request"):
             local.request, local.weights = compiled.create_infer_request(), tables  # and what it computes with
         request = local.request
+        if not all(map(_is_short, inputs)):
+            raise NotCovered("OpenVINO computes whole numbers with as few as 24 bits")
         local.given = [_shared(tensor.detach().contiguous()) for tensor in inputs]  # a request does not hold on to them
         # one by one: given to `infer`, they take longer, and so do the results in the dictionary that it makes
         for index, tensor in enumerate(local.given):
@@ -79,8 +86,14 @@ def _converted(flat: Flat) -> tuple[Any, Any]:
     """A graph as OpenVINO's model, and the weights that it computes with."""
     import openvino
 
-    aten = torch.ops.aten
-    spelled = {aten.scaled_dot_product_attention.default: _with_repeated_keys, aten.cat.default: _without_nothing}
+    spelled = {
+        aten.scaled_dot_product_attention.default: _with_repeated_keys,
+        aten.cat.default: _without_nothing,
+        aten.floor_divide.default: _floored,
+        aten.floor_divide.Scalar: _floored,
+        aten.div.Tensor_mode: _floored,
+        aten.div.Scalar_mode: _floored,
+    }
     program = flat.exported().run_decompositions(spelled)
     tables = program.state_dict, program.constants
     for table in tables:
@@ -93,6 +106,17 @@ def _converted(flat: Flat) -> tuple[Any, Any]:
 
 def _sizes(tensor: Tensor, varying: Mapping[int, Any]) -> list[int]:
     return [-1 if axis in varying else size for axis, size in enumerate(tensor.shape)]
+
+
+def _is_short(tensor: Tensor) -> bool:
+    """Whether whole numbers are such as OpenVINO is right with: it makes 32 bits of 64, and divides in float32.
+
+    NumPy looks, since torch's threads would slow OpenVINO's.
+    """
+    if tensor.dtype not in (torch.int64, torch.int32) or not tensor.numel():
+        return True
+    numbers = tensor.detach().numpy()
+    return bool(numbers.min() >= -_LONGEST and numbers.max() <= _LONGEST)
 
 
 def _shared(tensor: Tensor) -> Any:
@@ -120,7 +144,7 @@ def _with_repeated_keys(query: Tensor, key: Tensor, value: Tensor, *rest: Any, *
         return NotImplemented
     each = query.shape[-3] // key.shape[-3]
     repeated = (tensor.repeat_interleave(each, -3) for tensor in (key, value))
-    return torch.ops.aten.scaled_dot_product_attention.default(query, *repeated, *rest, **settings)
+    return aten.scaled_dot_product_attention.default(query, *repeated, *rest, **settings)
 
 
 def _without_nothing(tensors: Sequence[Tensor], dim: int = 0) -> Any:
@@ -128,4 +152,11 @@ def _without_nothing(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     rest = [tensor for tensor in tensors if tensor.shape != (0,)]
     if len(rest) in (0, len(tensors)) or len({tensor.dtype for tensor in tensors}) > 1:
         return NotImplemented
-    return torch.ops.aten.cat.default(rest, dim)
+    return aten.cat.default(rest, dim)
+
+
+def _floored(number: Tensor, by: Any, *, rounding_mode: str | None = "floor") -> Any:
+    """Whole numbers divided and rounded down, by a division without a rest: OpenVINO rounds some of them up."""
+    if rounding_mode != "floor" or torch.result_type(number, by).is_floating_point:
+        return NotImplemented
+    return torch.div(number - number.remainder(by), by, rounding_mode="trunc")
