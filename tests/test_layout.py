@@ -50,7 +50,7 @@ MAY_MUTATE = (
     "capture/",
     "core/clone.py",  # copies: what it sets is what the original has
     # a copy, that nobody else has: without a history, and nothing of it is taken back
-    *("core/inlining.py", "optimize/engines/indices.py"),
+    *("core/inlining.py", "optimize/engines/within.py"),
 )
 MUTATING_METHODS = {
     *("erase_node", "create_node", "call_function", "call_module", "call_method", "placeholder", "node_copy"),

@@ -22,7 +22,7 @@ from regraft.core.inlining import inline_regions
 from regraft.core.ordinary import ORDINARY, ordinary_call
 from regraft.core.values import layout_of, made_of_sizes, varying_axes
 from regraft.dropin.watch import Watch
-from regraft.optimize.engines.indices import Within, ask_indices
+from regraft.optimize.engines.within import Within, ask_within
 from regraft.optimize.sharing import weights_made
 
 Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -114,7 +114,7 @@ class Flat:
         with torch.no_grad():
             within = Within(Tensors(self.module))
             program = torch.export.export(within, tuple(sample), dynamic_shapes=(tuple(axes),), strict=False)
-        ask_indices(program)
+        ask_within(program)
         return program
 
     def covering(self, run: Run) -> Run:

@@ -39,11 +39,11 @@ class Within(nn.Module):
         self.module = module
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The results, and true: in the exported program, `ask_indices` lets it say what it is to say."""
+        """The results, and true: in the exported program, `ask_within` lets it say what it is to say."""
         return (*self.module(*inputs), torch.ones((), dtype=torch.bool))
 
 
-def ask_indices(program: ExportedProgram) -> None:
+def ask_within(program: ExportedProgram) -> None:
     """Let the program of a `Within` say whether indices are within what they index, and each row of masks sees a key.
 
     Those are asked that are made of inputs or of their sizes; all others were right in the example.
@@ -69,12 +69,11 @@ def ask_indices(program: ExportedProgram) -> None:
             with graph.inserting_before(node):
                 bounds = _BOUNDS[node.target](graph, *node.args)
                 answers += [_are_within(graph, *each) for each in bounds if each[0] in varying]
-        if node.target is aten.scaled_dot_product_attention.default:
-            mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
-            if isinstance(mask, Node) and mask in varying and mask not in masks:  # the same one in many layers
-                masks.add(mask)
-                with graph.inserting_before(node):
-                    answers.append(_each_sees(graph, mask))
+        mask = _mask_of(node)
+        if mask in varying and mask not in masks:  # the same one in many layers
+            masks.add(mask)
+            with graph.inserting_before(node):
+                answers.append(_each_sees(graph, mask))
     if answers:
         output = graph.output_node()
         said: Node = output.args[0][-1]
@@ -87,6 +86,12 @@ def ask_indices(program: ExportedProgram) -> None:
 def _are_within(graph: Graph, indices: Node, low: Any, size: Any) -> Node:
     enough, few = _call(graph, aten.ge.Scalar, indices, low), _call(graph, aten.lt.Scalar, indices, size)
     return _call(graph, aten.all.default, _call(graph, aten.logical_and.default, enough, few))
+
+
+def _mask_of(node: Node) -> Any:
+    if node.target is not aten.scaled_dot_product_attention.default:
+        return None
+    return node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
 
 
 def _each_sees(graph: Graph, mask: Node) -> Node:

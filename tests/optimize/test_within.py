@@ -202,6 +202,25 @@ def test_a_runtime_is_asked_whether_each_row_sees_a_key(form: str) -> None:
             called(formed(_padded(*BLIND[form])))
 
 
+def test_a_mask_that_is_written_to_is_asked_again() -> None:
+    class Narrowed(Attention):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            mask = mask.clone()
+            first = super().forward(x, mask)
+            mask[..., 0] = False
+            return super().forward(first, mask)
+
+    model, x = Narrowed().eval(), torch.randn(2, 5, 8)
+    seen = torch.ones(2, 1, 5, 5, dtype=torch.bool)
+    flat = Flat(rg.trace(model, (x, seen)), {"x": x, "mask": seen})
+    module = flat.exported().module(check_guards=False)
+    run = flat.covering(lambda inputs: module(*inputs))
+    with torch.no_grad():
+        torch.testing.assert_close(run((x, seen))[0], model(x, seen))
+    with pytest.raises(NotCovered, match="a row of attention sees no key"):
+        run((x, _padded(5, 5)))  # of which the first row sees the first key alone
+
+
 def test_an_engine_that_does_not_cover_the_example_is_none() -> None:
     x, mask = torch.randn(2, 5, 8), _padded(3, 5)
     flat = Flat(rg.trace(Attention().eval(), (x, mask)), {"x": x, "mask": mask})
