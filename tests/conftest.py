@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
 import random
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 # Read once, when the libraries are imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -88,11 +91,19 @@ def _as_it_was():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: _mentions_transformers(item.path))
     if torch.cuda.is_available():
         return
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@functools.cache
+def _mentions_transformers(module: Path) -> bool:
+    """Whether a module may import it, and so comes last: to a process that has its thousand classes of layers, each
+    capture takes longer, since torch patches the class that all are below."""
+    return re.search(r"\btransformers", module.read_text(encoding="utf-8")) is not None
 
 
 @pytest.fixture(scope="module", autouse=True)

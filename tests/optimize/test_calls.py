@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from models import bert, every_engine, ids
+from models import every_engine, ids
 from torch import Tensor, nn
+from transformers_models import bert
 
 import regraft as rg
 from regraft.dropin import Reader, grafts_of

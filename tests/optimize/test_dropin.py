@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from models import Heads, bert, heads, ids, image
+from models import Heads, heads, ids, image
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
+from transformers_models import bert
 
 import regraft as rg
 from regraft.capture import symbolic_trace

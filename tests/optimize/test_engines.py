@@ -12,8 +12,9 @@ from typing import ClassVar
 import pytest
 import torch
 import transformers
-from models import decoder, every_engine, heads, ids, image
+from models import every_engine, heads, ids, image
 from torch.autograd import forward_ad
+from transformers_models import decoder
 
 import regraft as rg
 from regraft.core.errors import NotCovered

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 import torch
-from models import WINDOW, decoder, ids
+from models import ids
+from transformers_models import WINDOW, decoder
 
 from regraft.capture.cache_names import name_in
 from regraft.dropin import grafts_of

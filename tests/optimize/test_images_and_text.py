@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import image_and_text, of_images
 from torch import nn
+from transformers_models import image_and_text, of_images
 
 from regraft.core.errors import CaptureError
 from regraft.dropin import grafts_of

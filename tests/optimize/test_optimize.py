@@ -16,8 +16,9 @@ from typing import ClassVar
 
 import pytest
 import torch
-from models import bert, every_engine, heads, ids, image
+from models import every_engine, heads, ids, image
 from torch import Tensor, nn
+from transformers_models import bert
 
 import regraft as rg
 from regraft.dropin import grafts_of

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import decoder, every_engine, heads, ids, image
+from models import every_engine, heads, ids, image
 from torch import Tensor, nn
 from torch.export import Dim
+from transformers_models import decoder
 
 import regraft as rg
 from regraft.optimize import steps, subjects, work
