@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import regraft as rg
+from helpers import Wrap
 from regraft.capture import decisions, transformers_adapter
 from regraft.capture.codegen import decided_in
 from regraft.capture.given_numbers import GivenNumbers
@@ -134,6 +135,12 @@ FIXED: dict[str, tuple[Forward, list[list[int]], list[list[int]]]] = {
     "what is written": (doubled_once_written, [[6, 1, 4]], [[5, 4, 2], [6, 3, 2]]),
     "what is written later": (written_later, [[6, 1, 4]], [[5, 4, 2], [6, 3, 2]]),
     "a list": (lambda m, x, n: m.linear(x) * len([k for k in n.tolist() if k > 2]), [], [[6, 4, 1], [0, 0, 0]]),
+    "a set of sums with a size": (
+        lambda m, x, n: m.linear(x) * len({k + x.shape[1] for k in n.tolist()}),  # as Lumina asks whether to mask
+        [],
+        [[6, 4, 4], [0, 0, 0]],
+    ),
+    "what its data holds": (lambda m, x, n: m.linear(x) * int(n.data.max()), [[6, 1, 1]], [[5, 4, 2]]),
     "lists": (lambda m, x, n: m.linear(x) * len(set(map(tuple, (n > n[:, None]).tolist()))), [[9, 8, 7]], [[1, 1, 1]]),
     "rows of a mask": (picked, [[2, 4, 6], [4, 4, 4]], [[6, 6, 6], [0, 0, 0]]),
     "rows of an axis": (picked_within, [[6, 1, 1]], [[5, 4, 2], [1, 4, 2]]),
@@ -372,6 +379,14 @@ def test_where_a_question_asks_for_a_size_of_what_weights_make_no_size_varies(mo
     assert torch.equal(gm(-X, LENGTHS), model(-X, LENGTHS))
     with pytest.raises(NotCovered, match="axis 0 of x has size 4, expected 3"):
         gm(torch.randn(4, 6, 4), LENGTHS)
+
+
+def test_sizes_in_a_set_are_fixed() -> None:
+    model = Wrap(lambda _, x: x * 2 if len(set(x.shape)) > 1 else x * 3)
+    gm = rg.trace(model, (X,), dynamic_shapes="auto")
+    assert torch.equal(gm(X), X * 2)
+    with pytest.raises(NotCovered):
+        gm(torch.randn(4, 4, 4))
 
 
 def test_a_size_that_is_read_of_a_tensor_is_asked_for_as_well() -> None:

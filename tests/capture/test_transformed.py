@@ -1,12 +1,15 @@
-"""Models that transform functions, take gradients or mix devices: captured and right, or refused with a cure."""
+"""Models that transform functions, take gradients, mix devices or use `.data`: captured and right, or refused."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import regraft as rg
 
@@ -16,12 +19,12 @@ X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 class Model(nn.Module):
     """A layer, a scale, and a forward that is given."""
 
-    def __init__(self, function: Callable[[Model, Tensor], Tensor]) -> None:
+    def __init__(self, function: Callable[[Model, Tensor], Any]) -> None:
         super().__init__()
         self.layer, self.scale = nn.Linear(4, 4), nn.Parameter(torch.rand(4))
         self.function = [function]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.function[0](self, x)
 
 
@@ -86,16 +89,51 @@ def test_a_weight_whose_data_is_assigned_in_a_forward_is_refused_and_stays(name:
     torch.testing.assert_close(model.layer.weight, before, rtol=0, atol=0)
 
 
-def test_a_weight_whose_data_is_written_to_in_a_forward_is_refused_and_stays() -> None:
-    def call(m: Model, x: Tensor) -> Tensor:
-        m.layer.weight.data.mul_(2)
-        return m.layer(x)
+def within(m: Model, x: Tensor) -> Tensor:
+    y = m.layer(x)
+    memory = y.data
+    y = y + 1
+    memory[:, 1:].mul_(2)
+    return y - memory
 
-    model = Model(call).eval()
-    before = model.layer.weight.clone()
-    with pytest.raises(rg.CaptureError, match=r"writes to the \.data of a tensor, leave out \.data"):
-        rg.trace(model, (X,))
-    torch.testing.assert_close(model.layer.weight, before, rtol=0, atol=0)
+
+def written(m: Model, x: Tensor) -> Tensor:
+    x.data.mul_(2)
+    return m.layer(x)
+
+
+def padded(m: Model, x: Tensor) -> Tensor:
+    """As the positions of CogVideoX are made, behind those of its text."""
+    places = x.new_zeros(x.shape[0] + 2, 4)
+    places.data[2:].copy_(torch.arange(x.shape[0] * 4).view(x.shape))
+    return m.layer(torch.cat([x[:2], x]) + places)
+
+
+DATA: dict[str, Callable[[Model, Tensor], Any]] = {
+    "a weight that is read": lambda m, x: F.linear(x, m.layer.weight.data, m.layer.bias),
+    "a weight that is written to": lambda m, x: m.layer(x) if m.layer.weight.data.mul_(1.5) is not None else x,
+    "a part of a weight": lambda m, x: m.layer(x) if m.layer.weight.data[1].clamp_(0, 0.25) is not None else x,
+    "what is computed": within,
+    "the input": written,
+    "what is made in the forward": padded,
+    "what is returned": lambda m, x: (m.layer(x), m.layer.weight.data, x.data),
+}
+
+
+@pytest.mark.parametrize("sizes", [None, "auto"])
+@pytest.mark.parametrize("name", DATA)
+def test_the_data_of_a_tensor_is_its_memory(name: str, sizes: str | None) -> None:
+    model = Model(DATA[name]).eval()
+    before = copy.deepcopy(model)
+    gm = rg.trace(model, (X.clone(),), dynamic_shapes=sizes)
+    torch.testing.assert_close(model.state_dict(), before.state_dict(), rtol=0, atol=0)
+    for x in (X, X * 2) if sizes is None else (X, X.repeat(3, 1)):
+        inputs = x.clone(), x.clone()
+        with torch.no_grad():
+            found, wanted = gm(inputs[0]), before(inputs[1])
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(*inputs, rtol=0, atol=0)
+        torch.testing.assert_close(dict(gm.state_dict()), dict(before.state_dict()), rtol=0, atol=0)
 
 
 def test_other_weights_by_functional_call_are_captured() -> None:

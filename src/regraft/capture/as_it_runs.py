@@ -48,7 +48,8 @@ class AsItRuns(TorchFunctionMode):
     Where the inputs' values are given, what the model reads of them is what it reads in this call. Nobody need read
     those of the numbers that `torch.tensor` is given as tensors.
 
-    A tensor whose `.data` is assigned is for export what it was before, which nothing would tell. A packed sequence has
+    The `.data` of a tensor is its memory, as what `detach()` returns is, and to export a tensor that nobody made. A
+    tensor whose `.data` is assigned is for export what it was before, which nothing would tell. A packed sequence has
     as many rows as its lengths say.
 
     Args:
@@ -72,7 +73,9 @@ class AsItRuns(TorchFunctionMode):
             value, training = _dropped(*args, **kwargs)
             if training is False:
                 return torch.ops.aten.alias.default(value)
-        if function == _SET_DATA:  # which is made anew each time it is asked for
+        if function == _GET_DATA:  # which is made anew each time it is asked for
+            function = torch.Tensor.detach
+        if function == _SET_DATA:
             raise NotImplementedError("what is assigned to the .data of a tensor does not reach its readers in a graph")
         if function is torch_private.pack_padded_sequence:
             raise NotImplementedError("a packed sequence has as many rows as the values of its lengths say")
@@ -270,6 +273,7 @@ _COMPARING: dict[Any, Any] = {
     **dict.fromkeys([torch.allclose, torch.Tensor.allclose], _allclose),
     torch.Tensor.__contains__: _contains,
 }
+_GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _DROPOUTS: frozenset[Any] = frozenset(
     [F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout]

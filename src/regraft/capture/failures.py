@@ -53,8 +53,7 @@ _CURES = (
         ("fake tensor in the exported program constant",),
         (
             "where the model takes a gradient inside of its forward (torch.autograd.grad), write that as a formula, or "
-            "capture the parts of the model before and after it with rg.trace; where it writes to the .data of a "
-            "tensor, leave out .data"
+            "capture the parts of the model before and after it with rg.trace"
         ),
     ),
     (
@@ -179,12 +178,12 @@ def _circumstances(error: BaseException) -> str:
 
 
 def decides_by_value(error: BaseException | None) -> bool:
-    """Whether torch stopped at the value of a tensor: other sizes and other axes that vary seldom help.
+    """Whether torch stopped at the value of a tensor, or at a size that varies: other axes that vary seldom help.
 
     Args:
         error: what was raised, if anything.
     """
-    return "DataDependent" in type(error).__name__
+    return "DataDependent" in type(error).__name__ or "unhashable type: non-nested SymInt" in str(error)
 
 
 def where(model: nn.Module, error: BaseException) -> str:
