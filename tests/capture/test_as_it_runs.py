@@ -40,6 +40,7 @@ def one_by_one(x: Tensor) -> Tensor:
         centred,
         one_by_one,
         lambda x: x * torch.arange(4).unbind()[3].item(),
+        lambda x: x.mean(torch.arange(1, 3).data.tolist()),
         lambda x: x + F.pad(torch.arange(3), (1, 0)),  # a range stays a tensor where it is one
     ],
 )
@@ -67,11 +68,24 @@ def written_by_one(x: Tensor) -> Tensor:
     return x.mean((int(first), int(second)))
 
 
+def written_by_its_data(x: Tensor) -> Tensor:
+    axes = torch.arange(1, 3)
+    axes.data[0] = 0
+    return x.mean(axes.tolist())
+
+
+def read_by_its_data(x: Tensor) -> Tensor:
+    axes = torch.arange(1, 3)
+    memory = axes.data
+    axes.sub_(1)
+    return x.mean(memory.tolist())
+
+
 def by_value(x: Tensor) -> Tensor:
     return x.mean(int((x > 9).sum()))
 
 
-@pytest.mark.parametrize("function", [written_in_part, written_by_one])
+@pytest.mark.parametrize("function", [written_in_part, written_by_one, written_by_its_data, read_by_its_data])
 def test_numbers_of_which_a_part_is_written_are_not_known(function: Any) -> None:
     with pytest.raises(CaptureError, match="decides by the value of a tensor"):
         rg.trace(Wrap(lambda _, x: function(x)), (X,))

@@ -18,6 +18,7 @@ from regraft.capture import torch_private
 from regraft.capture.fixed_rows import with_fixed_rows
 from regraft.capture.given_numbers import GivenNumbers
 from regraft.capture.known_numbers import KnownNumbers
+from regraft.capture.random_numbers import expect_no_generator
 
 _LONGEST = 200
 """Characters of a size written out, with which export is still quick. Those of convolutional networks stay below 60.
@@ -77,6 +78,9 @@ class AsItRuns(TorchFunctionMode):
             function = torch.Tensor.detach
         if function == _SET_DATA:
             raise NotImplementedError("what is assigned to the .data of a tensor does not reach its readers in a graph")
+        expect_no_generator(kwargs.get("generator"))
+        if function is torch.Tensor.__deepcopy__:  # which copies the memory, and in export there is none
+            function, args = torch.clone, args[:1]
         if function is torch_private.pack_padded_sequence:
             raise NotImplementedError("a packed sequence has as many rows as the values of its lengths say")
         if function in _COMPARING:

@@ -23,6 +23,7 @@ from regraft.capture.failures import decides_by_value, where
 from regraft.capture.given_numbers import GivenNumbers
 from regraft.capture.known_numbers import KnownNumbers, constants_of
 from regraft.capture.own_state import changed_meanwhile
+from regraft.capture.random_numbers import others_drawn
 from regraft.capture.shapes import Axes, enlarged
 from regraft.capture.signature import Call
 
@@ -33,7 +34,7 @@ _LEAVES = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, bool, int,
 
 
 class Seen:
-    """The structure of a model's result, what of the model was replaced as it ran, and what it read of its inputs.
+    """The structure of a model's result, what of it was replaced as it ran, and what it read of its inputs and drew.
 
     An object of its own, because export puts back what a forward sets.
     """
@@ -41,6 +42,7 @@ class Seen:
     out_spec: Any = None
     changed: Set[str] = frozenset()
     asked: Sequence[Asked] = ()
+    drawn: Set[str] = frozenset()
 
 
 class Flat(nn.Module):
@@ -85,6 +87,7 @@ class Flat(nn.Module):
         given = GivenNumbers(known, values)
         with ExitStack() as stack:
             changed = stack.enter_context(changed_meanwhile(model))
+            drawn = stack.enter_context(others_drawn())
             stack.enter_context(attention_asked(model))
             stack.enter_context(extremes_asked())
             if leaves:
@@ -93,6 +96,7 @@ class Flat(nn.Module):
             result = model(*args, **kwargs)
         self.seen.changed = changed
         self.seen.asked = given.asked
+        self.seen.drawn = drawn
         flat, spec = torch_private.tree_flatten(caches.unfold(result))
         self.seen.out_spec = spec
         for leaf in flat:
@@ -137,6 +141,7 @@ class Exported:
         changed: what the model replaced as it ran, by name.
         asked: what the model read of its inputs; that which each was read of is a result of the program, after those
             of the model.
+        drawn: whose generators, beside torch's, gave it numbers.
     """
 
     program: torch.export.ExportedProgram
@@ -144,6 +149,7 @@ class Exported:
     enlarged: bool
     changed: Set[str]
     asked: Sequence[Asked]
+    drawn: Set[str]
 
 
 def export(
@@ -201,7 +207,7 @@ def export(
                 elif stop is not None and stops == {stop}:
                     break  # neither the samples nor the way make a difference
             else:
-                return Exported(program, seen.out_spec, sample is not leaves, seen.changed, seen.asked)
+                return Exported(program, seen.out_spec, sample is not leaves, seen.changed, seen.asked, seen.drawn)
     assert failure is not None
     raise failure
 

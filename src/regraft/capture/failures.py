@@ -64,6 +64,13 @@ _CURES = (
         ),
     ),
     (
+        ("random generator",),
+        (
+            "a graph draws from torch's own generator, as it finds it; leave the seed to whoever calls the model, or "
+            "draw the numbers once, in __init__, and keep them in a buffer"
+        ),
+    ),
+    (
         ("devices, meta and", "and meta!"),
         (
             "what is on the meta device has no values: load the weights, as in model.to_empty(device='cpu') and "

@@ -140,6 +140,12 @@ def _captured(model: nn.Module, call: Call, axes: Axes, automatic: bool, decided
                 "it does now; keep it in a buffer that is written in place, as in self.count.add_(1), or give and "
                 "return it"
             )
+        if exported.drawn and not probe.answers_alike():
+            whose = " and ".join(sorted(exported.drawn))
+            raise CaptureError(
+                f"{type(model).__name__} cannot be captured: it computes with numbers of {whose} random generator, and "
+                "a graph would have the same ones at each call; draw them with torch, as in torch.rand(())"
+            )
         if exported.enlarged and not probe.agrees():
             # what holds for the larger sample does not for this one: take the axes of size one for fixed
             plain: Axes = [

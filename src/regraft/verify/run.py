@@ -96,15 +96,19 @@ def inputs_tree(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
     return tree
 
 
+_APART = 0x72656772616674
+"""What is mixed into a seed: a model that sets a small one itself is not to draw what a graph without it draws."""
+
+
 @contextmanager
 def _seeded(seed: int) -> Iterator[Callable[[], bool]]:
     cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     python = random.getstate()
     with torch.random.fork_rng(devices=cuda):
         # torch.manual_seed would also seed devices that are not yet in use, in place of the user's own seed for them.
-        torch.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(_APART ^ seed)
         if cuda:
-            torch.cuda.manual_seed_all(seed)
+            torch.cuda.manual_seed_all(_APART ^ seed)
         random.seed(seed)
         before = _random_states(cuda)
         try:
