@@ -161,10 +161,9 @@ def _run(
             untouched(model),
             values_kept(model.buffers()),
             torch.no_grad(),
-            torch.random.fork_rng(devices=[]),
+            torch.random.fork_rng(devices=[]),  # a model and its graph draw the same numbers
             contextlib.redirect_stderr(io.StringIO()),
         ):
-            torch.default_generator.manual_seed(0)  # for what it draws, a model is compared with its graph
             for _ in range(times):
                 args, kwargs = call.rebuild([leaf.clone() for leaf in leaves])
                 found = list(torch_private.tree_leaves(caches.unfold(module(*args, **kwargs))))
