@@ -40,7 +40,6 @@ SETTING: dict[str, Callable[[Tensor], Tensor]] = {
     "a generator": lambda x: x + torch.randn(4, generator=torch.Generator().manual_seed(3)),
     "a generator that is kept": lambda x: x.clone().normal_(generator=GENERATOR),
     "torch's own": lambda x: torch.bernoulli(x.sigmoid(), generator=DEFAULT),
-    "torch's own by name": lambda x: torch.bernoulli(x.sigmoid(), generator=torch.random.default_generator),
 }
 
 
