@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ def assemble(
     automatic: bool = False,
     rename: Callable[[str], str] = str,
     asked: Sequence[Asked] = (),
+    otherwise: Set[nn.Module] = frozenset(),
 ) -> GraphModule:
     """The graph module of an exported program.
 
@@ -46,6 +47,7 @@ def assemble(
         automatic: whether every axis was asked to vary.
         rename: from the program's qualified names to the model's.
         asked: what was read of the inputs. What each was read of is a result of the program, after those of the model.
+        otherwise: layers of the model that were called otherwise than they are now, so that no graph can call them.
 
     Raises:
         NotImplementedError: the program has an input that a graph module has no form for, or decides by something else
@@ -58,7 +60,7 @@ def assemble(
         _return_first(graph, out_spec.num_leaves)
     clean(graph, model)
     _read_first_names(graph, tensors)
-    collapse(graph, model)
+    collapse(graph, model, otherwise)
     spell(graph)
     graph = _renamed(graph)
     gm = GraphModule(nn.Module(), Graph(), type(model).__name__)

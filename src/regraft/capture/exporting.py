@@ -22,6 +22,7 @@ from regraft.capture.decisions import Asked, flags_of
 from regraft.capture.failures import decides_by_value, where
 from regraft.capture.given_numbers import GivenNumbers
 from regraft.capture.known_numbers import KnownNumbers, constants_of
+from regraft.capture.layers_called import LayersCalled
 from regraft.capture.own_state import changed_meanwhile
 from regraft.capture.random_numbers import others_drawn
 from regraft.capture.shapes import Axes, enlarged
@@ -43,6 +44,7 @@ class Seen:
     changed: Set[str] = frozenset()
     asked: Sequence[Asked] = ()
     drawn: Set[str] = frozenset()
+    otherwise: Set[nn.Module] = frozenset()
 
 
 class Flat(nn.Module):
@@ -85,9 +87,11 @@ class Flat(nn.Module):
         known = KnownNumbers(_standing(self.constants))
         values = None if self.values is None else chain(zip(leaves, self.values, strict=True), _standing(self.flags))
         given = GivenNumbers(known, values)
+        layers = LayersCalled(model)
         with ExitStack() as stack:
             changed = stack.enter_context(changed_meanwhile(model))
             drawn = stack.enter_context(others_drawn())
+            stack.enter_context(layers.watched())
             stack.enter_context(attention_asked(model))
             stack.enter_context(extremes_asked())
             if leaves:
@@ -97,6 +101,7 @@ class Flat(nn.Module):
         self.seen.changed = changed
         self.seen.asked = given.asked
         self.seen.drawn = drawn
+        self.seen.otherwise = layers.otherwise
         flat, spec = torch_private.tree_flatten(caches.unfold(result))
         self.seen.out_spec = spec
         for leaf in flat:
@@ -142,6 +147,7 @@ class Exported:
         asked: what the model read of its inputs; that which each was read of is a result of the program, after those
             of the model.
         drawn: whose generators, beside torch's, gave it numbers.
+        otherwise: the layers that it set something of, and called so.
     """
 
     program: torch.export.ExportedProgram
@@ -150,6 +156,7 @@ class Exported:
     changed: Set[str]
     asked: Sequence[Asked]
     drawn: Set[str]
+    otherwise: Set[nn.Module]
 
 
 def export(
@@ -207,7 +214,10 @@ def export(
                 elif stop is not None and stops == {stop}:
                     break  # neither the samples nor the way make a difference
             else:
-                return Exported(program, seen.out_spec, sample is not leaves, seen.changed, seen.asked, seen.drawn)
+                enlarged_for = sample is not leaves
+                return Exported(
+                    program, seen.out_spec, enlarged_for, seen.changed, seen.asked, seen.drawn, seen.otherwise
+                )
     assert failure is not None
     raise failure
 

@@ -8,7 +8,7 @@ So no table of operators is needed here.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from regraft.capture.torch_private import made_by_hooks
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
-def collapse(graph: Graph, model: nn.Module) -> None:
+def collapse(graph: Graph, model: nn.Module, but: Set[nn.Module]) -> None:
     """Turn the region of every call of a leaf of a model into one `call_module` node, in place.
 
     A region with several inputs or outputs, and one that something else runs in the middle of, stays as it is.
@@ -29,12 +29,13 @@ def collapse(graph: Graph, model: nn.Module) -> None:
     Args:
         graph: a graph of ATen calls, with `meta["nn_module_stack"]`.
         model: the model that it was exported from.
+        but: layers that the graph is not to call.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     names = first_names(model)
     order = {node: position for position, node in enumerate(graph.nodes)}
     listed = list(graph.nodes)
-    for path, region in _regions(graph, modules).items():
+    for path, region in _regions(graph, modules, but).items():
         module = modules[path[-1]]
         source, result = _ends(module, region, _foreign_reads(model, module, region))
         if source is None or result is None or not _unbroken(region, listed, order):
@@ -42,7 +43,7 @@ def collapse(graph: Graph, model: nn.Module) -> None:
         _replace(graph, region, result, source, names[id(module)])
 
 
-def _regions(graph: Graph, modules: Mapping[str, nn.Module]) -> dict[tuple[str, ...], list[Node]]:
+def _regions(graph: Graph, modules: Mapping[str, nn.Module], but: Set[nn.Module]) -> dict[tuple[str, ...], list[Node]]:
     """The nodes by the call of a leaf that they were made in: its keys on the stack, and the leaf's name last."""
     regions: dict[tuple[str, ...], list[Node]] = {}
     for node in graph.nodes:
@@ -52,7 +53,8 @@ def _regions(graph: Graph, modules: Mapping[str, nn.Module]) -> dict[tuple[str, 
         for key, (path, *_) in (node.meta.get("nn_module_stack") or {}).items():
             keys.append(key)
             # not the model itself, which no graph can call, nor what a graph computes as well
-            if path and path in modules and is_leaf(modules[path]) and not _weights_alone_are_hooked(modules[path]):
+            layer = modules.get(path) if path else None
+            if layer is not None and layer not in but and is_leaf(layer) and not _weights_alone_are_hooked(layer):
                 regions.setdefault((*keys, path), []).append(node)
                 break
     return regions

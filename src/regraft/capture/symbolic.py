@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Node, Proxy, Tracer
+from torch.fx import Graph, Node, Proxy, Tracer
 from torch.fx.proxy import Attribute
 
 from regraft.capture import transformers_adapter
 from regraft.capture.cache_names import FORMER, name_in
 from regraft.capture.failures import capture_error
+from regraft.capture.layers_called import LayersCalled
 from regraft.capture.module_tree import attribute, graft_tree, is_leaf, place_tensor
 from regraft.capture.sample_inputs import SampleMaker, Unmakeable
 from regraft.capture.shapes import axes_of
@@ -59,8 +60,13 @@ class _Tracer(Tracer):
     def proxy(self, node: Node) -> Proxy:
         return _Proxy(node, self)
 
+    def trace(self, root: Any, *args: Any, **kwargs: Any) -> Graph:
+        self._layers = LayersCalled(root)
+        return super().trace(root, *args, **kwargs)
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return is_leaf(m) or super().is_leaf_module(m, module_qualified_name)
+        leaf = is_leaf(m) or super().is_leaf_module(m, module_qualified_name)
+        return leaf and all(map(self._layers.is_as_it_was, m.modules()))
 
 
 class _TracerOfBuffers(_Tracer):

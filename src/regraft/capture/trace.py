@@ -169,6 +169,7 @@ def _assembled(model: nn.Module, call: Call, exported: Exported, automatic: bool
         automatic=automatic,
         rename=without_prefix,
         asked=exported.asked,
+        otherwise=exported.otherwise,
     )
 
 
