@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -62,8 +63,26 @@ def by_numpy(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("function", "whose"), [(by_python, "Python"), (by_numpy, "NumPy")])
 def test_numbers_of_others_that_are_computed_with_are_refused(function: Callable[..., Tensor], whose: str) -> None:
+    random.seed(5)
+    numpy.random.seed(5)
     with pytest.raises(rg.CaptureError, match=rf"numbers of {whose}'s random generator.*torch\.rand\(\(\)\)"):
         rg.trace(Wrap(lambda _, x: function(x)), (X,), dynamic_shapes="auto")
+    found = random.random(), numpy.random.rand()
+    random.seed(5)
+    numpy.random.seed(5)
+    assert found == (random.random(), numpy.random.rand()), "capture leaves the generators as they were"
+
+
+def test_another_thread_may_seed_meanwhile() -> None:
+    def forward(_: Any, x: Tensor) -> Tensor:
+        done = []
+        thread = threading.Thread(target=lambda: done.append(torch.manual_seed(3)))
+        thread.start()
+        thread.join()
+        assert done
+        return x * 2
+
+    assert torch.equal(rg.trace(Wrap(forward), (X,))(X), X * 2)
 
 
 @pytest.mark.parametrize("draw", [random.random, numpy.random.rand])

@@ -35,9 +35,15 @@ _LEAVES = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, bool, int,
 
 
 class Seen:
-    """The structure of a model's result, what of it was replaced as it ran, and what it read of its inputs and drew.
+    """What was seen of a model as it ran: an object of its own, because export puts back what a forward sets.
 
-    An object of its own, because export puts back what a forward sets.
+    Attributes:
+        out_spec: the structure of its result.
+        changed: what it replaced, by name.
+        asked: what it read of its inputs; that which each was read of is a result of the program, after those of the
+            model.
+        drawn: whose generators, beside torch's, gave it numbers.
+        otherwise: the modules that it set something of, and called so.
     """
 
     out_spec: Any = None
@@ -141,22 +147,13 @@ class Exported:
 
     Args:
         program: the program.
-        out_spec: the structure of the model's result.
         enlarged: whether the sample had to be enlarged for it.
-        changed: what the model replaced as it ran, by name.
-        asked: what the model read of its inputs; that which each was read of is a result of the program, after those
-            of the model.
-        drawn: whose generators, beside torch's, gave it numbers.
-        otherwise: the layers that it set something of, and called so.
+        seen: what was seen of the model meanwhile.
     """
 
     program: torch.export.ExportedProgram
-    out_spec: Any
     enlarged: bool
-    changed: Set[str]
-    asked: Sequence[Asked]
-    drawn: Set[str]
-    otherwise: Set[nn.Module]
+    seen: Seen
 
 
 def export(
@@ -214,10 +211,7 @@ def export(
                 elif stop is not None and stops == {stop}:
                     break  # neither the samples nor the way make a difference
             else:
-                enlarged_for = sample is not leaves
-                return Exported(
-                    program, seen.out_spec, enlarged_for, seen.changed, seen.asked, seen.drawn, seen.otherwise
-                )
+                return Exported(program, sample is not leaves, seen)
     assert failure is not None
     raise failure
 

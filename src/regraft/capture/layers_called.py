@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from regraft.capture.torch_private import hooks_of_all
 
-_PLAIN = (bool, int, float, str, tuple)
+_PLAIN = (bool, int, float, str)
 
 
 class LayersCalled:
@@ -73,7 +73,11 @@ def _same(old: dict[tuple[str, ...], Any], new: dict[tuple[str, ...], Any]) -> b
 
 
 def _is(one: object, other: object) -> bool:
-    return one is other or (type(one) is type(other) and isinstance(one, _PLAIN) and one == other)
+    if one is other or type(one) is not type(other):
+        return one is other
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_is, one, other))
+    return isinstance(one, _PLAIN) and one == other
 
 
 def _hooks_of_all() -> list[list[int]]:

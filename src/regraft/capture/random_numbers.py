@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from typing import Any
@@ -19,13 +20,13 @@ _SETTING = ("manual_seed", "seed", "set_state", "set_offset", "graphsafe_set_sta
 
 
 class _AsItIs:
-    """A generator whose state nobody may set."""
+    """A generator whose state this thread may not set."""
 
     def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
+        self._generator, self._thread = generator, threading.get_ident()
 
     def __getattr__(self, name: str) -> Any:
-        if name in _SETTING:
+        if name in _SETTING and threading.get_ident() == self._thread:
             raise NotImplementedError("a forward that sets the state of torch's random generator has no graph")
         return getattr(self._generator, name)
 

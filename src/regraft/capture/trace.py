@@ -133,15 +133,15 @@ def _captured(model: nn.Module, call: Call, axes: Axes, automatic: bool, decided
     with values_kept(weights_written(gm)):  # which are run on real tensors
         probe = Probe(model, gm, call, _calling(gm))
         probe.allow_size_one()
-        if exported.changed and not probe.answers_alike():
+        if exported.seen.changed and not probe.answers_alike():
+            names = ", ".join(sorted(exported.seen.changed))
             raise CaptureError(
-                f"{type(model).__name__} cannot be captured: it keeps something from one call to the next "
-                f"({', '.join(sorted(exported.changed))}) and computes with it, and a graph would answer each time as "
-                "it does now; keep it in a buffer that is written in place, as in self.count.add_(1), or give and "
-                "return it"
+                f"{type(model).__name__} cannot be captured: it keeps something from one call to the next ({names}) and "
+                "computes with it, and a graph would answer each time as it does now; keep it in a buffer that is "
+                "written in place, as in self.count.add_(1), or give and return it"
             )
-        if exported.drawn and not probe.answers_alike():
-            whose = " and ".join(sorted(exported.drawn))
+        if exported.seen.drawn and not probe.answers_alike():
+            whose = " and ".join(sorted(exported.seen.drawn))
             raise CaptureError(
                 f"{type(model).__name__} cannot be captured: it computes with numbers of {whose} random generator, and "
                 "a graph would have the same ones at each call; draw them with torch, as in torch.rand(())"
@@ -165,11 +165,11 @@ def _assembled(model: nn.Module, call: Call, exported: Exported, automatic: bool
         model,
         exported.program,
         call.interface,
-        exported.out_spec,
+        exported.seen.out_spec,
         automatic=automatic,
         rename=without_prefix,
-        asked=exported.asked,
-        otherwise=exported.otherwise,
+        asked=exported.seen.asked,
+        otherwise=exported.seen.otherwise,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -23,6 +24,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """
     saved = holders(model)
     cpu_state, python_state = torch.get_rng_state(), random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_state = None if numpy is None else numpy.random.get_state()
     cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
         yield
@@ -31,6 +34,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
             holder.restore()
         torch.set_rng_state(cpu_state)
         random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
         if cuda_states:
             torch.cuda.set_rng_state_all(cuda_states)
 
