@@ -23,6 +23,10 @@ from regraft.capture.constraints import Constraints, Range
 from regraft.capture.signature import Call
 from regraft.capture.untouched import untouched, values_kept
 from regraft.core.graph_module import GraphModule
+from regraft.core.mutation import weights_written
+
+_FAR = (0.3, 0.01)
+"""Of the length of a result, in two bytes and in more, what rounding in another order does not make."""
 
 
 class Probe:
@@ -39,6 +43,7 @@ class Probe:
         assert calling.constraints is not None
         self.model, self.gm, self.call, self.calling = model, gm, call, calling
         self.constraints = calling.constraints
+        self._written = [*model.buffers(), *weights_written(gm)]
         self._verdicts: dict[tuple[torch.Size, ...], bool | None] = {}
 
     def allow_size_one(self) -> None:
@@ -73,15 +78,27 @@ class Probe:
             return False
         return self._agree(leaves) is True
 
+    def is_far_off(self) -> bool:
+        """Whether the graph takes the sample, and gives something of it that rounding does not make of a result."""
+        leaves = list(self.call.leaves)
+        try:
+            self.calling.check(leaves)
+        except TypeError:
+            return False
+        if self._is_meta or self._agree(leaves) is not False:
+            return False
+        expected, given = (self._run(module, leaves) for module in (self.model, self.gm))
+        return expected is not None and (given is None or not _all_near(expected, given))
+
     def answers_alike(self) -> bool:
         """Whether the model answers a second time as it did at first, or as the graph does then."""
         leaves = list(self.call.leaves)
         if self._is_meta:
             return True
-        first, second = (_run(self.model, self.model, self.call, leaves, times) for times in (1, 2))
+        first, second = (self._run(self.model, leaves, times) for times in (1, 2))
         if first is None or second is None or _all_equal(first, second):
             return True
-        given = _run(self.gm, self.model, self.call, leaves, times=2)
+        given = self._run(self.gm, leaves, times=2)
         return given is not None and _all_equal(second, given)
 
     @property
@@ -98,11 +115,29 @@ class Probe:
         return self._verdicts[sizes]
 
     def _compared(self, leaves: list[torch.Tensor]) -> bool | None:
-        expected = _run(self.model, self.model, self.call, leaves)
+        expected = self._run(self.model, leaves)
         if expected is None:
             return None
-        given = _run(self.gm, self.model, self.call, leaves)
+        given = self._run(self.gm, leaves)
         return given is not None and _all_equal(expected, given)
+
+    def _run(self, module: nn.Module, leaves: list[torch.Tensor], times: int = 1) -> list[Any] | None:
+        """What the last of some calls of the model or its graph with the same inputs gives."""
+        found: list[Any] = []
+        try:
+            # fx writes about a failing graph to stderr, where nobody is to read of a mere try
+            with (
+                untouched(self.model),
+                values_kept(self._written),
+                torch.no_grad(),
+                contextlib.redirect_stderr(io.StringIO()),
+            ):
+                for _ in range(times):
+                    args, kwargs = self.call.rebuild([leaf.clone() for leaf in leaves])
+                    found = list(torch_private.tree_leaves(caches.unfold(module(*args, **kwargs))))
+        except Exception:  # whatever a model raises when it does not take this size
+            return None
+        return found
 
 
 def _groups(ranges: dict[str, Range], symbols: list[str]) -> list[frozenset[str]]:
@@ -150,24 +185,24 @@ def _resized(leaves: Sequence[torch.Tensor], constraints: Constraints, sizes: di
     return resized
 
 
-def _run(
-    module: nn.Module, model: nn.Module, call: Call, leaves: list[torch.Tensor], times: int = 1
-) -> list[Any] | None:
-    """What the last of some calls with the same inputs gives."""
-    found: list[Any] = []
-    try:
-        # fx writes about a failing graph to stderr, where nobody is to read of a mere try
-        with untouched(model), values_kept(model.buffers()), torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
-            for _ in range(times):
-                args, kwargs = call.rebuild([leaf.clone() for leaf in leaves])
-                found = list(torch_private.tree_leaves(caches.unfold(module(*args, **kwargs))))
-    except Exception:  # whatever a model raises when it does not take this size
-        return None
-    return found
-
-
 def _all_equal(left: list[Any], right: list[Any]) -> bool:
     return len(left) == len(right) and all(map(_equal, left, right))
+
+
+def _all_near(left: list[Any], right: list[Any]) -> bool:
+    return len(left) == len(right) and all(map(_near, left, right))
+
+
+def _near(left: object, right: object) -> bool:
+    if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
+        return _equal(left, right)
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    if not left.is_floating_point() or left.layout is not torch.strided:
+        return True  # an index may be that of a value that is as large but for rounding
+    finite = left.isfinite() & right.isfinite()
+    wide, other = (each.detach().where(finite, torch.zeros_like(each)).double() for each in (left, right))
+    return bool((wide - other).norm() <= _FAR[left.dtype.itemsize > 2] * wide.norm())
 
 
 def _equal(left: object, right: object) -> bool:

@@ -136,8 +136,8 @@ def _captured(model: nn.Module, call: Call, axes: Axes, automatic: bool, decided
         if exported.seen.changed and not probe.answers_alike():
             names = ", ".join(sorted(exported.seen.changed))
             raise CaptureError(
-                f"{type(model).__name__} cannot be captured: it keeps something from one call to the next ({names}) and "
-                "computes with it, and a graph would answer each time as it does now; keep it in a buffer that is "
+                f"{type(model).__name__} cannot be captured: it keeps something from one call to the next ({names}) "
+                "and computes with it, and a graph would answer each time as it does now; keep it in a buffer that is "
                 "written in place, as in self.count.add_(1), or give and return it"
             )
         if exported.seen.drawn and not probe.answers_alike():
@@ -157,6 +157,12 @@ def _captured(model: nn.Module, call: Call, axes: Axes, automatic: bool, decided
             probe.allow_size_one()
         if decided and not probe.agrees():
             raise CaptureError(f"{type(model).__name__} decides by something that a graph of it does not")
+        if probe.is_far_off():
+            raise CaptureError(
+                f"{type(model).__name__} cannot be captured: of the example its graph makes something else than the "
+                "model does, which so does something that torch.export does not see; capture its parts with rg.trace "
+                "to find out where"
+            )
     return gm
 
 

@@ -1,0 +1,56 @@
+"""A graph is run once beside its model: what torch.export did not see is told, and rounding is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import regraft as rg
+from helpers import Wrap
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+
+
+def counting(by: float, dtype: torch.dtype = torch.float32) -> Callable[[Tensor], Any]:
+    """One whose result grows from call to call, by what nobody can see of the model."""
+    calls: list[float] = []
+
+    def forward(x: Tensor) -> Tensor:
+        calls.append(by)
+        return x.to(dtype) * (1 + sum(calls))
+
+    return forward
+
+
+def returning_more() -> Callable[[Tensor], Any]:
+    calls: list[int] = []
+
+    def forward(x: Tensor) -> Any:
+        calls.append(1)
+        return [x * 2] * len(calls)
+
+    return forward
+
+
+def of_nothing(x: Tensor) -> Any:
+    """Numbers of which one is none, or is larger than any, and an index."""
+    return (x[:, :1] - 100).log(), x / 0.0, x.argmax(), x[:0], x > 0
+
+
+@pytest.mark.parametrize("sizes", [None, "auto"])
+@pytest.mark.parametrize("make", [lambda: counting(1.0), lambda: counting(0.1), returning_more])
+def test_what_export_did_not_see_is_told(make: Callable[[], Callable[[Tensor], Any]], sizes: str | None) -> None:
+    function = make()
+    with pytest.raises(rg.CaptureError, match="something that torch.export does not see"):
+        rg.trace(Wrap(lambda _, x: function(x)).eval(), (X,), dynamic_shapes=sizes)
+
+
+@pytest.mark.parametrize(
+    "function", [counting(1e-4), counting(1e-4, torch.float64), counting(0.03, torch.bfloat16), of_nothing]
+)
+def test_rounding_is_not(function: Callable[[Tensor], Any]) -> None:
+    rg.trace(Wrap(lambda _, x: function(x)).eval(), (X,))
