@@ -36,21 +36,38 @@ def returning_more() -> Callable[[Tensor], Any]:
     return forward
 
 
-def of_nothing(x: Tensor) -> Any:
-    """Numbers of which one is none, or is larger than any, and an index."""
-    return (x[:, :1] - 100).log(), x / 0.0, x.argmax(), x[:0], x > 0
+def beside(function: Callable[[Tensor], Tensor], number: float, *later: float) -> Callable[[Tensor], Any]:
+    """The same beside numbers that are none, or larger than any; later calls may have others."""
+    numbers = [number, *later]
+
+    def forward(x: Tensor) -> Any:
+        others = torch.full_like(x, numbers[0] if len(numbers) == 1 else numbers.pop(0))
+        return torch.cat([function(x), others]), x.argmax(), x[:0], x > 0
+
+    return forward
+
+
+def finite_first() -> Callable[[Tensor], Any]:
+    return beside(torch.sin, 0.0, float("nan"))
 
 
 @pytest.mark.parametrize("sizes", [None, "auto"])
-@pytest.mark.parametrize("make", [lambda: counting(1.0), lambda: counting(0.1), returning_more])
+@pytest.mark.parametrize("make", [lambda: counting(1.0), lambda: counting(0.1), returning_more, finite_first])
 def test_what_export_did_not_see_is_told(make: Callable[[], Callable[[Tensor], Any]], sizes: str | None) -> None:
     function = make()
-    with pytest.raises(rg.CaptureError, match="something that torch.export does not see"):
+    with pytest.raises(rg.CaptureError, match=r"something that torch\.export does not see"):
         rg.trace(Wrap(lambda _, x: function(x)).eval(), (X,), dynamic_shapes=sizes)
 
 
 @pytest.mark.parametrize(
-    "function", [counting(1e-4), counting(1e-4, torch.float64), counting(0.03, torch.bfloat16), of_nothing]
+    "function",
+    [
+        counting(1e-4),
+        counting(1e-4, torch.float64),
+        counting(0.03, torch.bfloat16),
+        beside(counting(1e-4), float("nan")),
+        beside(counting(1e-4), float("inf")),
+    ],
 )
 def test_rounding_is_not(function: Callable[[Tensor], Any]) -> None:
     rg.trace(Wrap(lambda _, x: function(x)).eval(), (X,))

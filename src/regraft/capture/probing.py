@@ -200,9 +200,10 @@ def _near(left: object, right: object) -> bool:
         return False
     if not left.is_floating_point() or left.layout is not torch.strided:
         return True  # an index may be that of a value that is as large but for rounding
-    finite = left.isfinite() & right.isfinite()
+    finite = left.isfinite()
     wide, other = (each.detach().where(finite, torch.zeros_like(each)).double() for each in (left, right))
-    return bool((wide - other).norm() <= _FAR[left.dtype.itemsize > 2] * wide.norm())
+    near = (wide - other).norm() <= _FAR[left.dtype.itemsize > 2] * wide.norm()
+    return bool(near) and torch.equal(finite, right.isfinite())
 
 
 def _equal(left: object, right: object) -> bool:
