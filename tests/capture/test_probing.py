@@ -59,15 +59,10 @@ def test_what_export_did_not_see_is_told(make: Callable[[], Callable[[Tensor], A
         rg.trace(Wrap(lambda _, x: function(x)).eval(), (X,), dynamic_shapes=sizes)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        counting(1e-4),
-        counting(1e-4, torch.float64),
-        counting(0.03, torch.bfloat16),
-        beside(counting(1e-4), float("nan")),
-        beside(counting(1e-4), float("inf")),
-    ],
-)
+ROUNDED = [counting(1e-4), counting(1e-4, torch.float64), counting(0.03, torch.bfloat16)]
+ROUNDED += [beside(counting(1e-4), number) for number in (float("nan"), float("inf"))]
+
+
+@pytest.mark.parametrize("function", ROUNDED)
 def test_rounding_is_not(function: Callable[[Tensor], Any]) -> None:
     rg.trace(Wrap(lambda _, x: function(x)).eval(), (X,))

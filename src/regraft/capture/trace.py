@@ -47,7 +47,8 @@ def trace(
             Otherwise a form of `torch.export.export`.
 
     Raises:
-        CaptureError: the model cannot be captured; the message names the line of its source and what to do.
+        CaptureError: the model cannot be captured; the message names the line of its source and what to do. Or its
+            graph, run once beside it, makes something else of the example.
         TypeError: an argument is not what it should be, or the model's forward takes no such arguments.
 
     Example:
