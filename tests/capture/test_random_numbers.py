@@ -73,6 +73,29 @@ def test_numbers_of_others_that_are_computed_with_are_refused(function: Callable
     assert found == (random.random(), numpy.random.rand()), "capture leaves the generators as they were"
 
 
+@pytest.mark.parametrize(
+    ("function", "whose"),
+    [(by_python, "Python's"), (by_numpy, "NumPy's"), (lambda x: x + torch.randn(4), "torch's")],
+)
+def test_without_an_example_numbers_that_were_drawn_for_the_graph_are_refused(
+    function: Callable[..., Tensor], whose: str
+) -> None:
+    with pytest.raises(rg.CaptureError, match=rf"numbers of {whose} random generator.*rg\.trace\(model, args"):
+        rg.symbolic_trace(Wrap(lambda _, x: function(x)))
+
+
+def test_without_an_example_numbers_that_the_graph_draws_are_drawn_alike() -> None:
+    model = Wrap(lambda _, x: torch.dropout(x + torch.randn_like(x), 0.5, True))
+    gm = rg.symbolic_trace(model)
+    assert torch.equal(*(torch.manual_seed(7) and each(X) for each in (gm, model)))
+
+
+@pytest.mark.parametrize("name", ["a seed", "any seed", "a fork", "a state"])
+def test_without_an_example_a_seed_is_refused_as_well(name: str) -> None:
+    with pytest.raises(rg.CaptureError, match="leave the seed to whoever calls"):
+        rg.symbolic_trace(Wrap(lambda _, x: SETTING[name](x)))
+
+
 def test_another_thread_may_seed_meanwhile() -> None:
     def forward(_: Any, x: Tensor) -> Tensor:
         done = []

@@ -19,6 +19,7 @@ from regraft.capture.cache_names import FORMER, name_in
 from regraft.capture.failures import capture_error
 from regraft.capture.layers_called import LayersCalled
 from regraft.capture.module_tree import attribute, graft_tree, is_leaf, place_tensor
+from regraft.capture.random_numbers import others_drawn
 from regraft.capture.sample_inputs import SampleMaker, Unmakeable
 from regraft.capture.shapes import axes_of
 from regraft.capture.signature import take_apart
@@ -179,12 +180,20 @@ def _traced(model: nn.Module, tracer_cls: type[Tracer]) -> GraphModule:
     tracer = tracer_cls()
     constants: dict[str, Any] = {}
     try:
-        with untouched(model):
+        with untouched(model), others_drawn() as others:
+            state = torch.get_rng_state()
             graph = tracer.trace(model)
+            drawn = {"torch's"} if not torch.equal(state, torch.get_rng_state()) else set()
             for node in graph.find_nodes(op="get_attr"):  # the tracer hangs constants onto the model
                 constants[str(node.target)] = attribute(model, str(node.target))
     except Exception as error:  # whatever a model raises when it is called on proxies
         raise capture_error(model, error) from error
+    if whose := " and ".join(sorted(drawn | others)):
+        raise CaptureError(
+            f"{type(model).__name__} cannot be captured without an example of its call: it draws numbers of "
+            f"{whose} random generator, and its graph would have the same ones at each call; capture it "
+            'with one: rg.trace(model, args, kwargs, dynamic_shapes="auto")'
+        )
     called = {id(attribute(model, str(node.target))) for node in graph.find_nodes(op="call_module")}
     gm = GraphModule(nn.Module(), torch.fx.Graph(), type(model).__name__)
     graft_tree(model, gm, whole=called)
