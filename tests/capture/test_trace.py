@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import operator
 import pickle
@@ -19,8 +20,9 @@ from torch.nn import functional as F
 
 import regraft as rg
 from helpers import Wrap
-from regraft.capture import probing, symbolic_trace, trace
+from regraft.capture import symbolic_trace, trace
 from regraft.capture.module_tree import is_leaf
+from regraft.capture.probing import Probe
 from regraft.core.errors import CaptureError
 from regraft.core.fx_private import codegen_of
 from regraft.core.graph_module import GraphModule, adopt
@@ -440,13 +442,13 @@ def test_a_sample_of_one_still_gives_any_batch() -> None:
 
 def test_each_size_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a sample of one, some of the sizes to try are the sample's own, and some the same as others."""
-    run, tried = probing._run, []
+    run, tried = Probe._run, []
 
-    def spied(module: nn.Module, model: nn.Module, call: Any, leaves: list[Tensor]) -> Any:
-        tried.append((module is model, *(tuple(leaf.shape) for leaf in leaves)))
-        return run(module, model, call, leaves)
+    def spied(probe: Probe, module: nn.Module, leaves: list[Tensor]) -> Any:
+        tried.append((module is probe.model, *(tuple(leaf.shape) for leaf in leaves)))
+        return run(probe, module, leaves)
 
-    monkeypatch.setattr(probing, "_run", spied)
+    monkeypatch.setattr(Probe, "_run", spied)
     gm = trace(Added(), (torch.randn(1, 6), torch.randn(1, 6)), dynamic_shapes="auto")
     assert sorted(tried) == [(its, *(((1, size),) * 2)) for its in (False, True) for size in (1, 6)]
     for sizes in ((1, 1), (1, 5), (4, 1), (4, 5)):
@@ -1085,3 +1087,33 @@ def test_an_example_that_the_model_itself_does_not_take_is_to_blame(function: An
     assert (model.calls, model.seen.item()) == (0, 0)
     with pytest.raises(CaptureError, match="decides by the value of a tensor"):  # which the model does take
         function(Wrap(lambda m, x: x if torch.rand_like(x).sum() > 0 else -x), (x,), dynamic_shapes=sizes)
+
+
+@dataclasses.dataclass
+class Pair:
+    first: Tensor
+    second: Tensor | None = None
+
+
+def swapped(pair: Pair) -> Pair:
+    assert pair.second is not None
+    return Pair(pair.second * 2, pair.first)
+
+
+def test_a_dataclass_is_refused_with_the_cure_which_helps() -> None:
+    model = Wrap(lambda _, x: Pair(x, x * 2)).eval()
+    x = torch.randn(3, 4)
+    with pytest.raises(CaptureError, match=r"returns a Pair.*\n.*torch\.export\.register_dataclass\(Output\)"):
+        trace(model, (x,))
+    other = Wrap(lambda _, pair: swapped(pair)).eval()
+    with pytest.raises(CaptureError, match=r"is a Pair.*torch\.export\.register_dataclass\(Pair\)"):
+        trace(other, (Pair(x, x),))
+    torch.export.register_dataclass(Pair)
+    gm = trace(other, (Pair(x, x + 1),), dynamic_shapes="auto")
+    y = torch.randn(5, 4)
+    found = gm(Pair(y, y + 1))
+    assert isinstance(found, Pair)
+    assert found.second is not None
+    torch.testing.assert_close((found.first, found.second), (2 * y + 2, y))
+    result = rg.optimize(model, (x,), keep="all", engine="eager", seconds=0.01)
+    assert torch.equal(result.model(y).second, y * 2)

@@ -112,8 +112,8 @@ _CURES = (
     (
         ("pytree", "Unsupported output", "unsupported output", "Expected traced function"),
         (
-            "the model returns an object that cannot be taken apart; register its class with "
-            "torch.utils._pytree.register_pytree_node"
+            "the model returns an object that cannot be taken apart; register its class: a dataclass with "
+            "torch.export.register_dataclass(Output), any other with torch.utils._pytree.register_pytree_node"
         ),
     ),
 )

@@ -172,7 +172,8 @@ def _refuse_opaque(name: str, value: Any) -> None:
     if _holds_tensors(value):
         raise CaptureError(
             f"the argument {name} is a {type(value).__name__}, an object with tensors inside that cannot be taken "
-            f"apart; register its class with torch.utils._pytree.register_pytree_node, or pass the tensors themselves"
+            f"apart; register its class, a dataclass with torch.export.register_dataclass({type(value).__name__}), any "
+            "other with torch.utils._pytree.register_pytree_node, or pass the tensors themselves"
         )
 
 
