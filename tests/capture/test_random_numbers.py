@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import regraft as rg
 from helpers import Wrap
@@ -88,6 +89,12 @@ def test_without_an_example_numbers_that_the_graph_draws_are_drawn_alike() -> No
     model = Wrap(lambda _, x: torch.dropout(x + torch.randn_like(x), 0.5, True))
     gm = rg.symbolic_trace(model)
     assert torch.equal(*(torch.manual_seed(7) and each(X) for each in (gm, model)))
+
+
+def test_without_an_example_it_may_be_among_fake_tensors() -> None:
+    with FakeTensorMode():
+        model = torch.nn.Linear(4, 4)
+        assert rg.symbolic_trace(model).weight is model.weight
 
 
 @pytest.mark.parametrize("name", ["a seed", "any seed", "a fork", "a state"])

@@ -27,6 +27,7 @@ from regraft.capture.trace import capture
 from regraft.capture.untouched import untouched
 from regraft.core.errors import CaptureError
 from regraft.core.graph_module import GraphModule, adopt
+from regraft.core.ordinary import ordinary_call
 
 
 def _in_place(operation: Callable[[Any, Any], Any]) -> Callable[[Proxy, Any], Proxy]:
@@ -183,7 +184,8 @@ def _traced(model: nn.Module, tracer_cls: type[Tracer]) -> GraphModule:
         with untouched(model), others_drawn() as others:
             state = torch.get_rng_state()
             graph = tracer.trace(model)
-            drawn = {"torch's"} if not torch.equal(state, torch.get_rng_state()) else set()
+            # among fake tensors none is drawn, and there the states cannot be compared
+            drawn = {"torch's"} if ordinary_call() and not torch.equal(state, torch.get_rng_state()) else set()
             for node in graph.find_nodes(op="get_attr"):  # the tracer hangs constants onto the model
                 constants[str(node.target)] = attribute(model, str(node.target))
     except Exception as error:  # whatever a model raises when it is called on proxies
