@@ -58,7 +58,7 @@ demo: $(READY) ## rewrite MiniLM, verify, measure, take it back
 	@$(BIN)/python examples/minilm.py
 
 # A module's tests stay on one worker: the models and graphs that they share are made once.
-test: $(TOOLS) lint types ## lint, types and every test (about 17 minutes on two cores)
+test: $(TOOLS) lint types ## lint, types and every test (about 13 minutes on two cores)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 check: $(TOOLS) lint types layout ## lint, types and the import rule (about a minute, then seconds)
