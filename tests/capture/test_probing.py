@@ -66,3 +66,14 @@ ROUNDED += [beside(counting(1e-4), number) for number in (float("nan"), float("i
 @pytest.mark.parametrize("function", ROUNDED)
 def test_rounding_is_not(function: Callable[[Tensor], Any]) -> None:
     rg.trace(Wrap(lambda _, x: function(x)).eval(), (X,))
+
+
+@pytest.mark.parametrize(("by", "captured"), [(1e-6, True), (1e-3, False)])
+def test_a_model_that_decides_may_round_otherwise_at_each_call_and_no_more(by: float, captured: bool) -> None:
+    function = counting(by)
+    model = Wrap(lambda _, x: function(x) if (x > 9).any() else function(x) * 2).eval()
+    if captured:
+        assert rg.trace(model, (X,), dynamic_shapes="auto")(X).shape == X.shape
+        return
+    with pytest.raises(rg.CaptureError, match="decides by the value of a tensor"):
+        rg.trace(model, (X,), dynamic_shapes="auto")

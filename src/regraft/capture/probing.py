@@ -25,8 +25,9 @@ from regraft.capture.untouched import untouched, values_kept
 from regraft.core.graph_module import GraphModule
 from regraft.core.mutation import weights_written
 
-_FAR = (0.3, 0.01)
-"""Of the length of a result, in two bytes and in more, what rounding in another order does not make."""
+ROUNDED, FAR = (0.01, 1e-5), (0.3, 0.01)
+"""Of the length of a result, in two bytes and in more: what rounding makes of it where the same product is computed
+otherwise at each call, as some are by several threads; and what rounding does not make of it at all."""
 
 
 class Probe:
@@ -69,26 +70,18 @@ class Probe:
             else:
                 self.constraints.require_together(symbol, together)
 
-    def agrees(self) -> bool:
-        """Whether the graph takes the sample as it is, and gives, bit for bit, what the model gives."""
-        leaves = list(self.call.leaves)
-        try:
-            self.calling.check(leaves)  # it may have been tried before a size of one was forbidden
-        except TypeError:
-            return False
-        return self._agree(leaves) is True
+    def agrees(self, within: tuple[float, float] | None = None) -> bool:
+        """Whether the graph takes the sample as it is, and gives what the model gives.
+
+        Args:
+            within: but for this, `ROUNDED` say; None for bit for bit.
+        """
+        verdict = self._of_sample()
+        return verdict is True or (verdict is False and within is not None and self._is_near(within))
 
     def is_far_off(self) -> bool:
         """Whether the graph takes the sample, and gives something of it that rounding does not make of a result."""
-        leaves = list(self.call.leaves)
-        try:
-            self.calling.check(leaves)
-        except TypeError:
-            return False
-        if self._is_meta or self._agree(leaves) is not False:
-            return False
-        expected, given = (self._run(module, leaves) for module in (self.model, self.gm))
-        return expected is not None and (given is None or not _all_near(expected, given))
+        return self._of_sample() is False and not self._is_near(FAR)
 
     def answers_alike(self) -> bool:
         """Whether the model answers a second time as it did at first, or as the graph does then."""
@@ -100,6 +93,20 @@ class Probe:
             return True
         given = self._run(self.gm, leaves, times=2)
         return given is not None and _all_equal(second, given)
+
+    def _of_sample(self) -> bool | None:
+        """Whether the two agree on the sample; None where the graph does not take it, and where there are no values."""
+        leaves = list(self.call.leaves)
+        try:
+            self.calling.check(leaves)  # it may have been tried before a size of one was forbidden
+        except TypeError:
+            return None
+        return None if self._is_meta else self._agree(leaves)
+
+    def _is_near(self, by: tuple[float, float]) -> bool:
+        leaves = list(self.call.leaves)
+        expected, given = (self._run(module, leaves) for module in (self.model, self.gm))
+        return expected is not None and given is not None and _all_near(expected, given, by)
 
     @property
     def _is_meta(self) -> bool:
@@ -189,11 +196,11 @@ def _all_equal(left: list[Any], right: list[Any]) -> bool:
     return len(left) == len(right) and all(map(_equal, left, right))
 
 
-def _all_near(left: list[Any], right: list[Any]) -> bool:
-    return len(left) == len(right) and all(map(_near, left, right))
+def _all_near(left: list[Any], right: list[Any], by: tuple[float, float]) -> bool:
+    return len(left) == len(right) and all(_near(*both, by) for both in zip(left, right))
 
 
-def _near(left: object, right: object) -> bool:
+def _near(left: object, right: object, by: tuple[float, float]) -> bool:
     if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
         return _equal(left, right)
     if left.shape != right.shape or left.dtype != right.dtype:
@@ -202,7 +209,7 @@ def _near(left: object, right: object) -> bool:
         return True  # an index may be that of a value that is as large but for rounding
     finite = left.isfinite()
     wide, other = (each.detach().where(finite, torch.zeros_like(each)).double() for each in (left, right))
-    near = (wide - other).norm() <= _FAR[left.dtype.itemsize > 2] * wide.norm()
+    near = (wide - other).norm() <= by[left.dtype.itemsize > 2] * wide.norm()
     return bool(near) and torch.equal(finite, right.isfinite())
 
 

@@ -15,7 +15,7 @@ from regraft.capture.calling import Calling
 from regraft.capture.codegen import CallingCodeGen
 from regraft.capture.exporting import Exported, export, without_prefix
 from regraft.capture.failures import capture_error, decides_by_value, refuse_example
-from regraft.capture.probing import Probe
+from regraft.capture.probing import ROUNDED, Probe
 from regraft.capture.shapes import Axes, axes_of
 from regraft.capture.signature import Call, take_apart
 from regraft.capture.untouched import untouched, values_kept
@@ -156,7 +156,7 @@ def _captured(model: nn.Module, call: Call, axes: Axes, automatic: bool, decided
             gm = _assembled(model, call, exporting(model, call, plain), automatic)
             probe = Probe(model, gm, call, _calling(gm))
             probe.allow_size_one()
-        if decided and not probe.agrees():
+        if decided and not probe.agrees(ROUNDED):
             raise CaptureError(f"{type(model).__name__} decides by something that a graph of it does not")
         if probe.is_far_off():
             raise CaptureError(
