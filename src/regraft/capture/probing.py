@@ -1,10 +1,12 @@
-"""Whether a captured graph is right for what export never looks at: the size one, and a second call.
+"""Whether a captured graph is right for what export never looks at: the size one, a second call, and anything else.
 
 Export takes every axis that varies to be of size two or more, and leaves out what a model does for one: a model that
 asks `if x.shape[0] == 1` is captured without the branch. So the graph and the model are run once on such an input.
 Where they differ in one bit, a call with it is refused.
 
 Export sees one call. A model that keeps something for the next, and computes with it, is run twice.
+
+Whatever else export does not see shows where the two are run on the sample itself, and are far apart.
 """
 
 from __future__ import annotations
