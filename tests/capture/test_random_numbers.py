@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import regraft as rg
 from helpers import Wrap
+from regraft.capture.random_numbers import others_drawn
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 DEFAULT = torch.random.default_generator
@@ -101,6 +102,15 @@ def test_without_an_example_it_may_be_among_fake_tensors() -> None:
 def test_without_an_example_a_seed_is_refused_as_well(name: str) -> None:
     with pytest.raises(rg.CaptureError, match="leave the seed to whoever calls"):
         rg.symbolic_trace(Wrap(lambda _, x: SETTING[name](x)))
+
+
+def test_captures_that_overlap_leave_the_generator() -> None:
+    first, second = others_drawn(), others_drawn()
+    for step in (first.__enter__, second.__enter__):
+        step()
+    for each in (first, second):
+        each.__exit__(None, None, None)
+    assert torch.random.default_generator is DEFAULT
 
 
 def test_another_thread_may_seed_meanwhile() -> None:

@@ -49,6 +49,8 @@ class AsItRuns(TorchFunctionMode):
     Where the inputs' values are given, what the model reads of them is what it reads in this call. Nobody need read
     those of the numbers that `torch.tensor` is given as tensors.
 
+    A deep copy of a tensor copies its memory, where export has none. A generator that is given is in no graph.
+
     The `.data` of a tensor is its memory, as what `detach()` returns is, and to export a tensor that nobody made. A
     tensor whose `.data` is assigned is for export what it was before, which nothing would tell. A packed sequence has
     as many rows as its lengths say.

@@ -40,12 +40,12 @@ def others_drawn() -> Iterator[Set[str]]:
     """
     found: set[str] = set()
     before, module = _states(), vars(torch.random)
-    were = module["default_generator"]  # which all functions of torch that seed and fork have there
-    module["default_generator"] = _AsItIs(were)
+    # All functions of torch that seed and fork have it there. Torch's is put back, whatever another thread put there.
+    module["default_generator"] = _AsItIs(torch.default_generator)
     try:
         yield found
     finally:
-        module["default_generator"] = were
+        module["default_generator"] = torch.default_generator
     found.update(name for name, state in _states().items() if state != before.get(name, state))
 
 
