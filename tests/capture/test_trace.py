@@ -233,6 +233,16 @@ def test_pruned_and_parametrized_layers() -> None:
     assert torch.equal(pickle.loads(pickle.dumps(gm))(x), model(x))
 
 
+def test_what_makes_the_weight_of_a_parametrized_layer_is_no_layer() -> None:
+    from torch.nn.utils import parametrizations
+
+    model = nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4)), nn.ReLU()).eval()
+    gm = trace(model, (torch.randn(3, 4),))
+    assert [node.target for node in gm.graph.find_nodes(op="call_module")] == ["1"]
+    x = torch.randn(3, 4)
+    assert torch.equal(gm(x), model(x))
+
+
 class InPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -96,6 +96,29 @@ def test_a_call_of_the_original_does_not_end_it(name: str) -> None:
     assert grafts_of(served).calls["forward"] == before + 1
 
 
+@pytest.mark.parametrize("name", HOOKS)
+def test_they_are_nothing_that_the_model_leaves_behind(name: str) -> None:
+    result = optimize(net(name), (torch.randn(2, 4, 10),), keep="all", seconds=0.01)
+    assert result.notes == ()
+    assert result.graphs[0].sets == ()
+    assert isinstance(result.graph_module(torch.randn(2, 4, 10)), Tensor)
+
+
+def test_what_a_forward_sets_beside_them_is_left_behind() -> None:
+    class Noting(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            self.first.seen = x.mean()
+            return super().forward(x)
+
+    with torch.no_grad():
+        model = Noting(weight_norm).eval()
+        result = optimize(model, (torch.randn(2, 4, 10),), keep="all", seconds=0.01)
+        result.model(x := torch.randn(2, 4, 10))
+    assert result.graphs[0].sets == ("first.seen",)
+    assert [note.partition(" as it runs")[0] for note in result.notes] == ["the model sets first.seen"]
+    torch.testing.assert_close(result.model.first.seen, x.mean())
+
+
 def test_what_they_are_made_of_is_watched() -> None:
     model = net("weight norm")
     served = optimize(model, (torch.randn(2, 4, 10),), keep="all", seconds=0.01).model

@@ -20,7 +20,7 @@ def is_leaf(module: nn.Module) -> bool:
 
     A subclass defined elsewhere is one if it is only made otherwise, with settings of its own; any other is none,
     because it may compute anything. A parametrized layer is none: its class is made up at runtime, and torch refuses to
-    save it.
+    save it. Nor is what makes its weight: as a part of the graph that is computed once.
 
     Args:
         module: any module.
@@ -36,7 +36,8 @@ def _layer_class(kind: type[nn.Module]) -> type[nn.Module] | None:
     """The class of `torch.nn` as whose layers those of a class compute; None where that is not known."""
     for parent in kind.__mro__:
         if parent.__module__.startswith(("torch.nn.", "torch.ao.nn.")):
-            known = parent is not nn.Module and not issubclass(parent, _CONTAINERS)
+            makes_weights = parent.__module__.startswith("torch.nn.utils.")
+            known = parent is not nn.Module and not issubclass(parent, _CONTAINERS) and not makes_weights
             return parent if known else None
         if vars(parent).keys() - _MAKING - _NOTES:
             return None

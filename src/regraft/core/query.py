@@ -6,7 +6,7 @@ the fact and the cure; a rule hands the answers to `require`. No rule answers a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -108,11 +108,11 @@ class Facts(Index, Flow):
             return f"{reader.target} is read by {len(reader.users)} nodes"
         return None
 
-    def read_once(self, weight: Weight) -> Answer:
-        """The weight is read by one node alone, once, and tied to nothing."""
-        names, readers = self.names_of(weight.tensor), self.readers_of(weight.tensor)
-        others = [reader.name for reader in readers if reader is not weight.node]
-        if len(names) > 1 or others or (weight.node is not None and len(weight.node.users) > 1):
+    def read_once(self, weight: Weight, within: Collection[Node] = ()) -> Answer:
+        """The weight is read by one node alone, once, or by some alone, and tied to nothing."""
+        others = [reader for reader in self.readers_of(weight.tensor) if reader not in (weight.node, *within)]
+        users = () if weight.node is None else [user for user in weight.node.users if user not in within]
+        if len(self.names_of(weight.tensor)) > 1 or others or len(users) > (not within):
             return f"{weight.name} is tied, or read elsewhere, and is trained: it must stay one parameter"
         return None
 

@@ -25,6 +25,7 @@ from regraft.capture.own_state import (
     spelled,
     used_meanwhile,
 )
+from regraft.capture.torch_private import made_by_hooks
 from regraft.capture.transformers_adapter import is_pretrained
 from regraft.capture.untouched import untouched, values_kept
 from regraft.dropin import Reader
@@ -87,7 +88,9 @@ def _found(model: nn.Module, inputs: Inputs) -> SideEffects:
     with torch.no_grad(), untouched(model), values_kept(_weights(model)):
         with set_meanwhile(model) as assigned, changed_meanwhile(model) as first:
             contents = _call(model, inputs)
-        if not assigned and not first:
+        own = _made_by_hooks(model)
+        assigned -= own
+        if not assigned and not first - set(map(spelled, own)):
             return SideEffects({}, [], {}, contents)
         # once more: what is made on the first call, and kept, is there now
         with used_meanwhile(model, assigned) as used, changed_meanwhile(model) as changed:
@@ -95,8 +98,13 @@ def _found(model: nn.Module, inputs: Inputs) -> SideEffects:
         values = {each: _value(model, each) for each in sorted(used) if used[each] == "set" and _can_return(model)}
         made = {each: _value(model, each) for each in _buffers(model) if spelled(each) in first - changed}
     sets = {each: isinstance(value, torch.Size) for each, value in values.items() if _is_returnable(value)}
-    known = {spelled(each) for each in sets} | {each for each in changed if each.rpartition(".")[2] == KEY}
+    known = {spelled(each) for each in {*sets, *own}} | {each for each in changed if each.rpartition(".")[2] == KEY}
     return SideEffects(sets, sorted(changed - known), _made_of_no_value(model, inputs, made) if made else {}, contents)
+
+
+def _made_by_hooks(model: nn.Module) -> set[Attribute]:
+    """The weights that weight norm and the like make for the call of their layer, which alone reads them."""
+    return {(path, name) for path, module in model.named_modules() for name in made_by_hooks(module)}
 
 
 def _buffers(model: nn.Module) -> Iterator[Attribute]:

@@ -18,8 +18,10 @@ from regraft.core.pattern import Match
 from regraft.core.query import Facts, require, that
 from regraft.core.states import NodeState, Ref
 from regraft.core.values import value_of
-from regraft.core.vocabulary import Weight, attribute
+from regraft.core.vocabulary import CONV, LINEAR, TRANSPOSED_CONV, Weight, attribute, read
 from regraft.core.weights import Derivation
+
+_LAYERS = (LINEAR, CONV, TRANSPOSED_CONV)
 
 
 def constants(owner: GraphModule, same: Mapping[Node, Node], limit: int) -> Iterator[Node]:
@@ -38,7 +40,7 @@ def constants(owner: GraphModule, same: Mapping[Node, Node], limit: int) -> Iter
             found.add(node)
     read: set[Node] = set()
     for node in owner.graph.nodes:
-        if (node not in found or _bytes_of(node) > limit) and node not in same:
+        if (node not in found or _is_too_large(node, owner, limit)) and node not in same:
             read.update(same.get(value, value) for value in node.all_input_nodes)
     for node in owner.graph.nodes:
         if node in found and node in read and _is_computed(node):
@@ -57,6 +59,15 @@ def can_be_folded(node: Node, owner: GraphModule) -> bool:
         owner: Its graph module.
     """
     return _is_computed(node) and piece(node, owner) is not None
+
+
+def _is_too_large(node: Node, owner: GraphModule, limit: int) -> bool:
+    """Whether a constant takes more than it may, and is not the weight of layers in place of as much: weight norm's."""
+    size = _bytes_of(node)
+    if size <= limit or not _is_weight(node, owner):
+        return size > limit
+    sources = [each for each in piece(node, owner) or () if each.op == "get_attr"]
+    return size > sum(_weight(each, owner).tensor.nbytes for each in sources)
 
 
 def _bytes_of(node: Node) -> int:
@@ -88,20 +99,23 @@ def fold_constant(match: Match, edit: Edit, facts: Facts, limit: int) -> str:
     assert value is not None
     assert nodes is not None
     weights = {node: _weight(node, match.owner) for node in nodes if node.op == "get_attr"}
-    fixed, size = all(isinstance(size, int) for size in value.shape), _bytes_of(root)
+    fixed, large = all(isinstance(size, int) for size in value.shape), _is_too_large(root, match.owner, limit)
+    # a weight that is trained here and elsewhere would become two that are trained apart
     require(
         that(fixed, f"the constant {root.name!r} has no fixed size"),
-        that(size <= limit, f"the constant {root.name!r} would take {size} bytes, more than {limit}"),
+        that(not large, f"the constant {root.name!r} would take {_bytes_of(root)} bytes, more than {limit}"),
         facts.returned(root),
         *(facts.untouched(node) for node in nodes),
-        *(_read_here_alone(facts, weight) for weight in weights.values()),
+        *(facts.read_once(weight, nodes) for weight in weights.values() if weight.tensor.requires_grad),
     )
 
     derivation = _evaluation(nodes, value)
     name = edit.free_name(f"{root.name}_constant")
     edit.put_weight(name, (derivation, list(weights.values())))
     new = edit.insert_weight(root, name)
-    if any(weight.tensor.requires_grad for weight in weights.values()):
+    may_ask = value.is_floating_point() or value.is_complex()
+    asks = may_ask and any(weight.tensor.requires_grad for weight in weights.values())
+    if asks and not _is_weight(root, match.owner):
         new.meta["val"] = value
         # a parameter and its views ask for gradients even where none are recorded, and attention then takes its slow
         # way; a copy asks only where they are, as the value that was computed did
@@ -110,6 +124,17 @@ def fold_constant(match: Match, edit: Edit, facts: Facts, limit: int) -> str:
     edit.redirect(root, new)
     edit.erase_unread(nodes)
     return f"computed {root.name!r} once"
+
+
+def _is_weight(value: Node, owner: GraphModule) -> bool:
+    """Whether layers alone read a value, for their weight or bias, which may ask for gradients there."""
+    calls = [read(user, owner) for user in value.users]
+    return all(
+        call is not None
+        and call.operation in _LAYERS
+        and any(argument is value for argument in (call["weight"], call["bias"]))
+        for call in calls
+    )
 
 
 def constant_value(node: Node, owner: GraphModule, facts: Facts, limit: int) -> Tensor | None:
@@ -187,18 +212,21 @@ class Evaluate(Derivation):
 def _constant_step(node: Node, owner: GraphModule) -> bool:
     if node.op == "get_attr":
         return type(attribute(owner, str(node.target))) in (Tensor, torch.nn.Parameter)
-    if node.op not in ("call_function", "call_method") or node.is_impure() or node.target is torch.clone:
-        return False  # a copy is what `fold_constant` itself leaves behind
+    if node.op not in ("call_function", "call_method") or node.is_impure() or _is_left_behind(node, owner):
+        return False
     return known(node) and not draws(node, owner) and not writes(node, owner)
+
+
+def _is_left_behind(node: Node, owner: GraphModule) -> bool:
+    """Whether a node is the copy of a parameter that `fold_constant` itself leaves."""
+    if node.target is not torch.clone or not isinstance(node.args[0], Node) or node.args[0].op != "get_attr":
+        return False
+    tensor = attribute(owner, str(node.args[0].target))
+    return isinstance(tensor, Tensor) and tensor.requires_grad
 
 
 def _weight(node: Node, owner: GraphModule) -> Weight:
     return Weight(str(node.target), attribute(owner, str(node.target)), node)
-
-
-def _read_here_alone(facts: Facts, weight: Weight) -> str | None:
-    """A weight that is trained here and elsewhere would become two that are trained apart."""
-    return facts.read_once(weight) if weight.tensor.requires_grad else None
 
 
 def _bare(name: str, state: NodeState) -> tuple[str, NodeState]:

@@ -23,7 +23,8 @@ class RemoveDeadWork(Rewrite):
     may tell in which order it lies in memory: a `view` can, of the value itself or of a sum of it.
 
     Args:
-        largest_constant: The most bytes that a folded constant may take.
+        largest_constant: The most bytes that a folded constant may take, unless it is the weight of a layer, as weight
+            norm computes it, and takes no more than what it is made of.
 
     Example:
         >>> import torch, regraft as rg
