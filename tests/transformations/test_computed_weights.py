@@ -92,6 +92,12 @@ def test_a_large_one_that_is_made_of_less_is_refused() -> None:
     assert ["6400 bytes" in refusal.reason for refusal in step.refused] == [True]
 
 
+def test_a_large_one_that_is_a_view_is_not_copied() -> None:
+    gm = rg.trace(Wrap(lambda m, x: F.linear(x, m.w.mT), w=nn.Parameter(torch.randn(40, 40))), (torch.randn(3, 40),))
+    rg.RemoveDeadWork(largest_constant=100)(gm)
+    assert not [node for node in gm.graph.nodes if "constant" in node.name]
+
+
 USES: dict[str, Callable[[Any, Any], Any]] = {
     "read by more than layers": lambda m, x: F.linear(x, w := m.w * 2) + w.sum(),
     "what a layer works on": lambda m, x: F.linear(m.w * 2, x),

@@ -13,7 +13,7 @@ from torch.fx.node import map_aggregate
 
 from regraft.core.edit import Edit
 from regraft.core.flow import draws, known
-from regraft.core.mutation import writes
+from regraft.core.mutation import is_own, writes
 from regraft.core.pattern import Match
 from regraft.core.query import Facts, require, that
 from regraft.core.states import NodeState, Ref
@@ -62,12 +62,14 @@ def can_be_folded(node: Node, owner: GraphModule) -> bool:
 
 
 def _is_too_large(node: Node, owner: GraphModule, limit: int) -> bool:
-    """Whether a constant takes more than it may, and is not the weight of layers in place of as much: weight norm's."""
+    """Whether a constant takes more than it may, and is not a layer's weight, computed from as much: by weight norm."""
     size = _bytes_of(node)
     if size <= limit or not _is_weight(node, owner):
         return size > limit
-    sources = [each for each in piece(node, owner) or () if each.op == "get_attr"]
-    return size > sum(_weight(each, owner).tensor.nbytes for each in sources)
+    nodes = piece(node, owner) or []
+    sources = [_weight(each, owner).tensor for each in nodes if each.op == "get_attr"]
+    views_alone = not any(is_own(each, owner) for each in nodes)
+    return views_alone or size > sum(source.nbytes for source in sources)
 
 
 def _bytes_of(node: Node) -> int:
