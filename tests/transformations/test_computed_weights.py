@@ -25,6 +25,19 @@ def symmetric(layer: nn.Module) -> nn.Module:
     return layer
 
 
+class Standardized(nn.Conv2d):
+    """As those of BiT and of NFNets are."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6, 3)
+        self.gain = nn.Parameter(torch.rand(6, 1, 1, 1) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gain = (self.gain * 3).view(-1)
+        weight = F.batch_norm(self.weight.reshape(1, 6, -1), None, None, gain, training=True, momentum=0.0, eps=1e-6)
+        return F.conv2d(x, weight.reshape_as(self.weight), self.bias)
+
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated in favor of:FutureWarning")
 
 MADE: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -76,6 +89,28 @@ def test_such_layers_merge(name: str) -> None:
     assert [step.transformation for step in rg.history(gm) if step.applied] == ["RemoveDeadWork", "MergeLinears"]
     with torch.no_grad():
         assert_matches_float64(model, gm, (torch.randn(3, 4),))
+
+
+@pytest.mark.parametrize("limit", [1 << 20, 100])
+def test_a_batch_norm_folds_into_a_standardized_convolution(limit: int) -> None:
+    model = randomise(nn.Sequential(Standardized(), nn.BatchNorm2d(6), nn.ReLU())).eval()
+    inputs = (torch.randn(2, 6, 7, 7),)
+    gm = rg.trace(model, inputs)
+    gm = rg.compose(rg.RemoveDeadWork(largest_constant=limit), rg.FoldBatchNorm())(gm)
+    assert len(gm.graph.nodes) == 4, str(gm.graph)
+    assert_matches_float64(model, gm, inputs)
+
+
+def test_what_keeps_statistics_is_no_constant() -> None:
+    def running(m: Any, x: Any) -> Any:
+        return F.linear(x, F.batch_norm(m.w, m.mean, m.var, training=True))
+
+    statistics = {"mean": torch.zeros(4), "var": torch.ones(4)}
+    model = Wrap(running, w=nn.Parameter(torch.randn(4, 4)), **statistics)
+    gm = rg.RemoveDeadWork()(rg.trace(model, (torch.randn(3, 4),)))
+    before = model.mean.clone()
+    gm(torch.randn(3, 4))
+    assert not torch.equal(model.mean, before)
 
 
 def test_a_large_one_takes_the_place_of_what_it_is_made_of() -> None:

@@ -14,7 +14,7 @@ from regraft.core.continuity import is_torchs, rounds
 from regraft.core.mutation import Mutations, may_alias, writes
 from regraft.core.plainness import plain_module
 from regraft.core.values import reads_shape_only, target_name
-from regraft.core.vocabulary import attribute, read
+from regraft.core.vocabulary import BATCH_NORM, attribute, read
 
 _PURE_METHODS = {"size", "dim", "ndimension", "numel", "__len__", "float", "double", "half", "bfloat16", "long", "int"}
 _PURE_METHODS |= {"bool", "item", "type", "cpu", "cuda", "is_floating_point", "stride", "view_as", "reshape_as"}
@@ -179,7 +179,8 @@ def draws(node: Node, owner: GraphModule) -> bool:
     """Whether a call of a function or method draws random numbers."""
     call = read(node, owner)
     if call is not None and "training" in call.operation.names:
-        return bool(call["training"])  # dropout; and batch norm, which then writes its statistics
+        # dropout; and batch norm, which then writes its statistics, if it has any: weights are standardized without
+        return bool(call["training"]) and not (call.operation is BATCH_NORM and call["running_mean"] is None)
     name = target_name(node).partition(".")[0]
     if name == "scaled_dot_product_attention":
         given = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)

@@ -38,13 +38,16 @@ def constants(owner: GraphModule, same: Mapping[Node, Node], limit: int) -> Iter
     for node in owner.graph.nodes:
         if _constant_step(node, owner) and found.issuperset(node.all_input_nodes):
             found.add(node)
-    read: set[Node] = set()
-    for node in owner.graph.nodes:
-        if (node not in found or _is_too_large(node, owner, limit)) and node not in same:
+    read: set[Node] = set()  # other than by what is computed once with it
+    chosen: list[Node] = []
+    for node in reversed(owner.graph.nodes):
+        if node in same or (node in found and node not in read):
+            continue
+        if node not in found or _is_too_large(node, owner, limit):
             read.update(same.get(value, value) for value in node.all_input_nodes)
-    for node in owner.graph.nodes:
-        if node in found and node in read and _is_computed(node):
-            yield node
+        if node in found and _is_computed(node):
+            chosen.append(node)
+    yield from reversed(chosen)
 
 
 def _is_computed(node: Node) -> bool:
