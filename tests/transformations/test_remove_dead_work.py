@@ -556,5 +556,5 @@ def test_a_copy_that_had_to_stay_goes_with_its_last_reader():
 
 @pytest.mark.parametrize(("given", "error"), [("a", TypeError), (None, TypeError), (-1, ValueError)])
 def test_a_limit_that_is_none(given: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=r"largest_constant=.*: RemoveDeadWork\(largest_constant=1 << 20\)"):
+    with pytest.raises(error, match=r"largest_constant=.*: RemoveDeadWork\(largest_constant=1 << 22\)"):
         rg.RemoveDeadWork(largest_constant=given)
