@@ -1037,6 +1037,12 @@ def test_a_failed_capture_says_what_it_says_in_its_error_alone(capfd: pytest.Cap
     assert "def forward" not in capfd.readouterr().err
 
 
+def test_what_a_model_raises_is_not_logged_either(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(CaptureError, match="non-empty"):
+        trace(Wrap(lambda m, x: torch.stack([*x[:0]])), (torch.randn(2),))
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 def test_adopting_keeps_the_object() -> None:
     traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2)))
     assert adopt(traced) is traced

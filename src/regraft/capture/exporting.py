@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import logging
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -30,6 +31,8 @@ from regraft.capture.signature import Call
 
 #: the name of the model inside of the module that is exported; export's names all begin with it
 PREFIX = "model"
+
+_FAKE_TENSORS = logging.getLogger("torch._subclasses.fake_tensor")
 
 _LEAVES = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, bool, int, float, str, type(None))
 
@@ -267,10 +270,14 @@ def _distinct(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warnings that are about the trace, and the graph that torch writes to stderr where it fails.
+    """Without the warnings that are about the trace, and what torch writes to stderr and logs where it fails.
 
     What they warn of is put right afterwards, and a failure is told in a sentence.
     """
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield
+    was, _FAKE_TENSORS.disabled = _FAKE_TENSORS.disabled, True
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        _FAKE_TENSORS.disabled = was
