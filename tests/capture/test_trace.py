@@ -8,8 +8,11 @@ import itertools
 import operator
 import pickle
 import sys
+import time
 import types
+import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import pytest
@@ -1035,6 +1038,27 @@ def test_a_failed_capture_says_what_it_says_in_its_error_alone(capfd: pytest.Cap
     with pytest.raises(CaptureError, match="by the value of a tensor"):
         trace(Decides(), (torch.randn(3, 4),), dynamic_shapes="auto")
     assert "def forward" not in capfd.readouterr().err
+
+
+def test_captures_in_several_threads_take_turns() -> None:
+    running: list[int] = []
+    together: list[int] = []
+
+    class Slow(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            running.append(1)
+            time.sleep(0.02)
+            together.append(len(running))
+            running.pop()
+            return x + 1
+
+    errors, filters = sys.stderr, list(warnings.filters)
+    with ThreadPoolExecutor(3) as pool:
+        traced = list(pool.map(lambda _: trace(Slow(), (torch.randn(2),), dynamic_shapes="auto"), range(3)))
+    assert [float(gm(torch.ones(1))) for gm in traced] == [2.0] * 3
+    assert max(together) == 1
+    assert sys.stderr is errors
+    assert list(warnings.filters) == filters
 
 
 def test_what_a_model_raises_is_not_logged_either(caplog: pytest.LogCaptureFixture) -> None:

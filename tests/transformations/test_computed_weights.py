@@ -192,6 +192,14 @@ def test_a_copy_of_a_buffer_is_a_constant_as_well() -> None:
     assert [node.op for node in gm.graph.nodes] == ["placeholder", "get_attr", "call_function", "output"]
 
 
+def test_a_copy_by_keyword() -> None:
+    model = Wrap(lambda m, x: x + torch.clone(input=m.w) * 2, w=nn.Parameter(torch.randn(4)))
+    gm = torch.fx.symbolic_trace(model)
+    rg.RemoveDeadWork()(gm)
+    x = torch.randn(3, 4)
+    assert torch.equal(gm(x), model(x))
+
+
 def test_a_copy_of_a_buffer_that_is_written_to_is_none() -> None:
     def running(m: Any, x: Any) -> Any:
         total = m.b.clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -24,6 +25,9 @@ from regraft.core.expect import expect_call
 from regraft.core.fx_private import codegen_of
 from regraft.core.graph_module import GraphModule, adopt
 from regraft.core.mutation import weights_written
+
+_ONE_AT_A_TIME = threading.RLock()
+"""`torch.export`, and what is put in place around it, warnings and stderr among it, there is once in a process."""
 
 
 def trace(
@@ -101,14 +105,15 @@ def capture(model: nn.Module, call: Call, axes: Axes, automatic: bool) -> GraphM
     Raises:
         CaptureError: the model cannot be captured.
     """
-    try:
-        gm = _captured(model, call, axes, automatic)
-    except CaptureError as error:
-        refuse_example(model, call)
-        decided = _decided(model, call, axes, automatic) if decides_by_value(error.__cause__) else None
-        if decided is None:
-            raise
-        gm = decided
+    with _ONE_AT_A_TIME:
+        try:
+            gm = _captured(model, call, axes, automatic)
+        except CaptureError as error:
+            refuse_example(model, call)
+            decided = _decided(model, call, axes, automatic) if decides_by_value(error.__cause__) else None
+            if decided is None:
+                raise
+            gm = decided
     transformers_adapter.dress(gm, model)
     return gm
 

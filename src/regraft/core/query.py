@@ -6,7 +6,7 @@ the fact and the cure; a rule hands the answers to `require`. No rule answers a 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -108,9 +108,10 @@ class Facts(Index, Flow):
             return f"{reader.target} is read by {len(reader.users)} nodes"
         return None
 
-    def read_once(self, weight: Weight, within: Collection[Node] = ()) -> Answer:
+    def read_once(self, weight: Weight, within: Set[Node] = frozenset()) -> Answer:
         """The weight is read by one node alone, once, or by some alone, and tied to nothing."""
-        others = [reader for reader in self.readers_of(weight.tensor) if reader not in (weight.node, *within)]
+        readers = self.readers_of(weight.tensor)
+        others = [reader for reader in readers if reader is not weight.node and reader not in within]
         users = () if weight.node is None else [user for user in weight.node.users if user not in within]
         if len(self.names_of(weight.tensor)) > 1 or others or len(users) > (not within):
             return f"{weight.name} is tied, or read elsewhere, and is trained: it must stay one parameter"

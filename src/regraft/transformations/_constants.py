@@ -105,13 +105,14 @@ def fold_constant(match: Match, edit: Edit, facts: Facts, limit: int) -> str:
     assert nodes is not None
     weights = {node: _weight(node, match.owner) for node in nodes if node.op == "get_attr"}
     fixed, large = all(isinstance(size, int) for size in value.shape), _is_too_large(root, match.owner, limit)
+    inside = set(nodes)
     # a weight that is trained here and elsewhere would become two that are trained apart
     require(
         that(fixed, f"the constant {root.name!r} has no fixed size"),
         that(not large, f"the constant {root.name!r} would take {_bytes_of(root)} bytes, more than {limit}"),
         facts.returned(root),
         *(facts.untouched(node) for node in nodes),
-        *(facts.read_once(weight, nodes) for weight in weights.values() if weight.tensor.requires_grad),
+        *(facts.read_once(weight, inside) for weight in weights.values() if weight.tensor.requires_grad),
     )
 
     derivation = _evaluation(nodes, value)
@@ -224,10 +225,10 @@ def _constant_step(node: Node, owner: GraphModule) -> bool:
 
 def _is_left_behind(node: Node, owner: GraphModule) -> bool:
     """Whether a node is the copy of a parameter that `fold_constant` itself leaves."""
-    if node.target is not torch.clone or not isinstance(node.args[0], Node) or node.args[0].op != "get_attr":
+    if node.target is not torch.clone:
         return False
-    tensor = attribute(owner, str(node.args[0].target))
-    return isinstance(tensor, Tensor) and tensor.requires_grad
+    values = [attribute(owner, str(each.target)) for each in node.all_input_nodes if each.op == "get_attr"]
+    return any(isinstance(value, Tensor) and value.requires_grad for value in values)
 
 
 def _weight(node: Node, owner: GraphModule) -> Weight:
