@@ -48,7 +48,7 @@ def beside(function: Callable[[Tensor], Tensor], number: float, *later: float) -
 
 
 def finite_first() -> Callable[[Tensor], Any]:
-    return beside(torch.sin, 0.0, float("nan"))
+    return beside(torch.sin, 0.0, 0.0, float("nan"))
 
 
 @pytest.mark.parametrize("sizes", [None, "auto"])

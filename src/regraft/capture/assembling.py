@@ -16,6 +16,7 @@ from regraft.capture.cleaning import clean
 from regraft.capture.codegen import CallingCodeGen, direct
 from regraft.capture.constraints import constraints_of
 from regraft.capture.decisions import Asked, decisions_of
+from regraft.capture.layouts import Layouts
 from regraft.capture.lifting import lift_weights
 from regraft.capture.module_tree import graft_tree, place_tensor
 from regraft.capture.regions import collapse
@@ -36,6 +37,7 @@ def assemble(
     rename: Callable[[str], str] = str,
     asked: Sequence[Asked] = (),
     otherwise: Set[nn.Module] = frozenset(),
+    layouts: Layouts | None = None,
 ) -> GraphModule:
     """The graph module of an exported program.
 
@@ -48,6 +50,7 @@ def assemble(
         rename: from the program's qualified names to the model's.
         asked: what was read of the inputs. What each was read of is a result of the program, after those of the model.
         otherwise: layers of the model that were called otherwise than they are now, so that no graph can call them.
+        layouts: how the inputs have to be laid in memory; None where the model does not ask.
 
     Raises:
         NotImplementedError: the program has an input that a graph module has no form for, or decides by something else
@@ -78,7 +81,7 @@ def assemble(
         automatic,
     )
     out_spec = _shape_output(graph, out_spec)
-    calling = Calling(interface.arguments, interface.positional, constraints, out_spec, decisions)
+    calling = Calling(interface.arguments, interface.positional, constraints, out_spec, decisions, layouts)
     graph.set_codegen(CallingCodeGen(calling, [str(node.target) for node in inputs]))
     graph.on_generate_code(lambda _: direct)
     graph.lint()

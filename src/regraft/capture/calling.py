@@ -14,6 +14,7 @@ import torch
 from regraft.capture import caches, torch_private, transformers_adapter, user_dicts
 from regraft.capture.constraints import Constraints
 from regraft.capture.decisions import Decisions
+from regraft.capture.layouts import Layouts
 from regraft.core.errors import NotCovered
 
 
@@ -66,8 +67,9 @@ def _load_calling(
     constraints: Constraints | None,
     packed: Any,
     decisions: Decisions | None = None,
+    layouts: Layouts | None = None,
 ) -> Calling:
-    return Calling(arguments, positional, constraints, _load_spec(packed), decisions)
+    return Calling(arguments, positional, constraints, _load_spec(packed), decisions, layouts)
 
 
 class Calling:
@@ -79,6 +81,7 @@ class Calling:
         constraints: the shapes for which the graph holds; None where nothing is known of them.
         out_spec: the structure of the result; None where the graph returns it as it is.
         decisions: what the graph decides by values; None where it decides nothing.
+        layouts: how the inputs have to be laid in memory; None where that makes no difference.
     """
 
     def __init__(
@@ -88,19 +91,22 @@ class Calling:
         constraints: Constraints | None,
         out_spec: Any,
         decisions: Decisions | None = None,
+        layouts: Layouts | None = None,
     ) -> None:
         self.arguments = tuple(arguments)
         self.positional = positional
         self.constraints = constraints
         self.out_spec = out_spec
         self.decisions = decisions
+        self.layouts = layouts
         self._simple = [index for index, argument in enumerate(self.arguments) if argument.is_tensor]
         self._build = torch_private.unflattener(out_spec) if out_spec is not None else list
         self._flat = all(argument.spec is None for argument in self.arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
         packed = torch_private.pack_spec(self.out_spec)
-        return _load_calling, (self.arguments, self.positional, self.constraints, packed, self.decisions)
+        held = (self.constraints, packed, self.decisions, self.layouts)
+        return _load_calling, (self.arguments, self.positional, *held)
 
     def bind(self, values: tuple[Any, ...]) -> list[Any]:
         """The tensors of a call, in the order of the graph's inputs.
@@ -133,7 +139,7 @@ class Calling:
         return leaves
 
     def check(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Compare a call's tensors with those for which the graph holds: their shapes, and what is decided by values.
+        """Compare a call's tensors with those for which the graph holds: shapes, layouts, what is decided by values.
 
         Args:
             leaves: the tensors, in the order of the graph's inputs.
@@ -143,6 +149,8 @@ class Calling:
         """
         if self.constraints is not None:
             self.constraints.check(leaves)
+        if self.layouts is not None:
+            self.layouts.check(leaves)
         if self.decisions is not None:
             self.decisions.check(leaves)
 
@@ -172,6 +180,8 @@ class Calling:
                 return False
         leaves = self._unchecked(values)
         if self.constraints is not None and not self.constraints.holds(leaves):
+            return False
+        if self.layouts is not None and not self.layouts.hold(leaves):
             return False
         if self.decisions is not None and torch.compiler.is_exporting():
             self.decisions.record(leaves)

@@ -24,6 +24,7 @@ from regraft.capture.failures import decides_by_value, where
 from regraft.capture.given_numbers import GivenNumbers
 from regraft.capture.known_numbers import KnownNumbers, constants_of
 from regraft.capture.layers_called import LayersCalled
+from regraft.capture.layouts import Layouts, LayoutsRead
 from regraft.capture.own_state import changed_meanwhile
 from regraft.capture.random_numbers import others_drawn
 from regraft.capture.shapes import Axes, enlarged
@@ -47,6 +48,7 @@ class Seen:
             model.
         drawn: whose generators, beside torch's, gave it numbers.
         otherwise: the modules that it set something of, and called so.
+        layouts: how its inputs have to be laid in memory; None where it did not ask.
     """
 
     out_spec: Any = None
@@ -54,6 +56,7 @@ class Seen:
     asked: Sequence[Asked] = ()
     drawn: Set[str] = frozenset()
     otherwise: Set[nn.Module] = frozenset()
+    layouts: Layouts | None = None
 
 
 class Flat(nn.Module):
@@ -106,11 +109,13 @@ class Flat(nn.Module):
             if leaves:
                 stack.enter_context(lists_asked(given, type(leaves[0])))
             stack.enter_context(AsItRuns(self.quick, known, given))
+            layouts = stack.enter_context(LayoutsRead())
             result = model(*args, **kwargs)
         self.seen.changed = changed
         self.seen.asked = given.asked
         self.seen.drawn = drawn
         self.seen.otherwise = layers.otherwise
+        self.seen.layouts = layouts.of(self.call.interface.labels, self.call.leaves)
         flat, spec = torch_private.tree_flatten(caches.unfold(result))
         self.seen.out_spec = spec
         for leaf in flat:

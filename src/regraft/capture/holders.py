@@ -98,7 +98,7 @@ def _walk(name: str, value: Any, found: dict[int, Holder], steps: int) -> None:
         found[id(value)] = Holder(value, _held(value), name)
     elif not isinstance(value, tuple):
         return
-    for each in _values(value):
+    for each in values_of(value):
         _walk(name, each, found, steps - 1)
 
 
@@ -122,7 +122,12 @@ def _held(what: Any) -> Any:
     return dict(vars(what))
 
 
-def _values(value: Any) -> Iterable[Any]:
+def values_of(value: Any) -> Iterable[Any]:
+    """What a container has in it, as values or as attributes where it is none.
+
+    Args:
+        value: The container or object.
+    """
     content: Iterable[Any] = value if isinstance(value, (*_CONTAINERS, tuple)) else vars(value)
     return content.values() if isinstance(content, dict) else content
 
@@ -131,4 +136,4 @@ def _same(old: Any, new: Any) -> bool:
     """Whether two copies of what something held have the same objects in them, by the same names in the same order."""
     if isinstance(old, dict) and list(old) != list(new):
         return False
-    return len(old) == len(new) and all(map(is_, _values(old), _values(new)))
+    return len(old) == len(new) and all(map(is_, values_of(old), values_of(new)))

@@ -16,6 +16,7 @@ from regraft.capture.calling import Calling
 from regraft.capture.codegen import CallingCodeGen
 from regraft.capture.exporting import Exported, export, without_prefix
 from regraft.capture.failures import capture_error, decides_by_value, refuse_example
+from regraft.capture.first_run import run_once
 from regraft.capture.probing import ROUNDED, Probe
 from regraft.capture.shapes import Axes, axes_of
 from regraft.capture.signature import Call, take_apart
@@ -105,7 +106,7 @@ def capture(model: nn.Module, call: Call, axes: Axes, automatic: bool) -> GraphM
     Raises:
         CaptureError: the model cannot be captured.
     """
-    with _ONE_AT_A_TIME:
+    with _ONE_AT_A_TIME, values_kept(run_once(model, call)):  # export writes to some as well
         try:
             gm = _captured(model, call, axes, automatic)
         except CaptureError as error:
@@ -182,6 +183,7 @@ def _assembled(model: nn.Module, call: Call, exported: Exported, automatic: bool
         rename=without_prefix,
         asked=exported.seen.asked,
         otherwise=exported.seen.otherwise,
+        layouts=exported.seen.layouts,
     )
 
 

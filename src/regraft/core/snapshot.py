@@ -6,16 +6,14 @@ moment of its first write, so nothing is copied that is not changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from regraft.core.carry import digest, tensors_of
+from regraft.core.copy_before_write import CopyBeforeWrite, is_strided
 from regraft.core.journal import Journal, WeightRecord, Written
 from regraft.core.modules import graph_modules, module_at, walk
 from regraft.core.reversal import Reversal
@@ -40,7 +38,7 @@ class Snapshot:
         self._nodes = _nodes(gm, only)
         self._slots = _slots(gm, only)
         self._codes = Codes(gm)
-        self._writes = _CopyBeforeWrite(self._slots)
+        self._writes = CopyBeforeWrite(slot.value for slot in self._slots.values())
         for (path, _), slot in self._slots.items():
             if slot.kind in TABLES and (path, slot.kind) not in self._journal.orders:
                 self._journal.orders[path, slot.kind] = list(module_at(gm, path).__dict__[slot.kind])
@@ -84,7 +82,7 @@ class Snapshot:
         return [
             WeightRecord(name, (), Unknown(), tensor.requires_grad, digest(tensor))
             for name, tensor in tensors_of(now).items()
-            if id(tensor) not in known and type(tensor) in (Tensor, nn.Parameter) and _strided(tensor)
+            if id(tensor) not in known and type(tensor) in (Tensor, nn.Parameter) and is_strided(tensor)
         ]
 
     def restore_weights(self) -> None:
@@ -119,53 +117,6 @@ class Codes:
         for owner, code, function in self._codes:
             if owner._code != code or type(owner).forward is not function:
                 owner.recompile()
-
-
-class _CopyBeforeWrite(TorchDispatchMode):
-    """Saves a weight's values before the first operation that writes them."""
-
-    def __init__(self, slots: dict[Key, Slot]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        tensors = [slot.value for slot in slots.values() if isinstance(slot.value, Tensor) and not slot.value.is_meta]
-        self._weights = {_storage(tensor): tensor for tensor in tensors if tensor.layout is torch.strided}
-        self._saved: dict[int, torch.UntypedStorage] = {}
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        for position, argument in enumerate(func._schema.arguments):  # type: ignore[attr-defined]
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = (kwargs or {}).get(argument.name, args[position] if position < len(args) else None)
-                for tensor in value if isinstance(value, (list, tuple)) else [value]:
-                    self._save(tensor)
-        return func(*args, **(kwargs or {}))
-
-    def _save(self, written: Any) -> None:
-        key = _storage(written) if _strided(written) else None
-        if key in self._weights and key not in self._saved:
-            self._saved[key] = self._weights[key].untyped_storage().clone()
-
-    def before(self, weight: Any) -> Tensor | None:
-        """What `weight` was before it was written; None where it was not."""
-        saved = self._saved.get(_storage(weight)) if _strided(weight) else None
-        if saved is None:
-            return None
-        held = torch.empty(0, dtype=weight.dtype, device=weight.device)
-        return held.set_(saved, weight.storage_offset(), weight.shape, weight.stride())
-
-    def restore(self) -> None:
-        """Write the saved values back."""
-        for key, saved in self._saved.items():
-            self._weights[key].untyped_storage().copy_(saved)
-        self._saved.clear()
-
-
-def _strided(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout is torch.strided
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _nodes(gm: GraphModule, only: Changes | None) -> dict[Key, NodeState]:
