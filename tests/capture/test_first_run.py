@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -95,8 +96,9 @@ def test_what_the_first_run_writes_is_put_back(fails: bool) -> None:
         assert tensor.data_ptr() == where
 
 
-def test_lazy_layers_are_not_made_by_it() -> None:
+@pytest.mark.parametrize("function", [rg.trace, rg.optimize])
+def test_lazy_layers_are_not_made_by_it(function: Callable[..., object]) -> None:
     model = nn.Sequential(nn.LazyLinear(3)).eval()
     with pytest.raises(rg.CaptureError, match="call the model once"):
-        rg.trace(model, (torch.randn(2, 4),))
+        function(model, (torch.randn(2, 4),))
     assert nn.parameter.is_lazy(model[0].weight)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from regraft.capture.own_state import Attribute
@@ -84,7 +85,7 @@ def expect_counted(model: nn.Module) -> None:
         ValueError: A weight was made in inference mode.
     """
     for name, weight in chain(model.named_parameters(), model.named_buffers()):
-        if weight.is_inference():
+        if not is_lazy(weight) and weight.is_inference():
             raise ValueError(
                 f"{name} was made in inference mode, where torch does not count what is written to it: make the model "
                 "outside of it, or a copy, regraft.optimize(copy.deepcopy(model), args); or promise that nothing is "
