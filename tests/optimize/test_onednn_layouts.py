@@ -157,9 +157,10 @@ def test_results_lie_as_those_of_the_model(function, layout) -> None:
     engine = Engine(flat, onednn_graph.build(flat), gm)
     for _ in range(2):
         wanted, found = gm(x), engine({"x": x})
-        torch.testing.assert_close(found, wanted)
-        pairs = zip(found, wanted) if isinstance(wanted, tuple) else [(found, wanted)]
+        pairs = zip(found, wanted, strict=True) if isinstance(wanted, tuple) else [(found, wanted)]
         for ours, theirs in pairs:
+            # of a sum of large numbers that is small, the rounding is that of the large ones
+            torch.testing.assert_close(ours, theirs, rtol=1.3e-6, atol=1e-6 * float(theirs.abs().max()))
             for kind in (torch.contiguous_format, LAST)[: theirs.ndim - 2]:
                 assert ours.is_contiguous(memory_format=kind) >= theirs.is_contiguous(memory_format=kind)
             if theirs.permute(order(theirs)).is_contiguous() or ("conv2d" not in gm.code and layout is not LAST):

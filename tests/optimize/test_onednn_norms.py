@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from regraft.optimize.engines import onednn_norms
 from regraft.optimize.engines.onednn_forms import Forms
+from regraft.transformations._mkldnn import LINEAR, works
 
 WEIGHT, BIAS = torch.randn(6).abs() + 0.5, torch.randn(6)
 
@@ -240,7 +241,8 @@ def test_a_layer_norm_of_few_elements_is_torchs(name: str, rows: int, dtype: tor
     with torch.no_grad():
         (result,) = built(module, x)([-x])
         groups = str(torch.jit.last_executed_optimized_graph()).count("with prim::oneDNNFusionGroup")
-    assert groups == (0 if by_torch else 1)
+    by_onednn = not by_torch and works(LINEAR, dtype)  # which has none of it where the processor has no halves
+    assert groups == by_onednn
     expected = exact(module, -x)
     error, own = ((given.double() - expected).abs().max() for given in (result, module(-x)))
     assert result.dtype is dtype

@@ -116,7 +116,11 @@ def test_other_convolutions_stay_as_they_are(function: Function) -> None:
     forms = Forms(symbolic_trace(Of(function)), [PIXEL])
     program: Any = torch.jit.trace(forms, (PIXEL, *forms.beside), check_trace=False).graph
     assert not program.findAllNodes("aten::mv") + program.findAllNodes("aten::addmv")
-    torch.testing.assert_close(built(Of(function), PIXEL)([PIXEL])[0], function(PIXEL))
+    (found,), expected = built(Of(function), PIXEL)([PIXEL]), function(PIXEL)
+    in_halves = torch.equal(expected, expected.bfloat16().float())
+    # where the processor has no instructions for halves, the last rounding may be another
+    rounding = {"rtol": torch.finfo(torch.bfloat16).eps, "atol": 1e-5} if in_halves else {}
+    torch.testing.assert_close(found, expected, **rounding)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,11 @@ def run_once(model: nn.Module, call: Call) -> list[torch.Tensor]:
     held = [value for holder in holders(model) for value in values_of(holder.held) if isinstance(value, torch.Tensor)]
     if any(is_lazy(tensor) or tensor.is_meta for tensor in (*held, *call.leaves)):
         return []
-    were = [(tensor, tensor.detach()) for tensor in held if is_strided(tensor)]
+    were = [
+        (tensor, tensor.detach())
+        for tensor in held
+        if type(tensor) in (torch.Tensor, nn.Parameter) and is_strided(tensor)
+    ]
     args, kwargs = call.rebuild([leaf.detach().clone() for leaf in call.leaves])
     writes = CopyBeforeWrite(held)
     with torch.inference_mode(False), torch.no_grad():  # what it caches may be computed with outside of that
