@@ -578,3 +578,16 @@ def test_a_cache_that_has_moved_stays_what_it_is(moved, monkeypatch: pytest.Monk
     assert caches.state_of(cache) is not None
     monkeypatch.setitem(sys.modules, "transformers.cache_utils", other)
     assert caches.state_of(cache) is None
+
+
+def test_a_transformers_that_cannot_be_imported_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lazy(ModuleType):
+        """As transformers is: a name of it is imported when it is asked for, be it that it fails."""
+
+        def __getattr__(self, name: str) -> Any:
+            raise ModuleNotFoundError(f"Could not import module {name!r}")
+
+    monkeypatch.setitem(sys.modules, "transformers", Lazy("transformers"))
+    monkeypatch.delitem(sys.modules, "transformers.modeling_utils", raising=False)
+    model, x = nn.Linear(2, 2).eval(), torch.randn(3, 2)
+    assert torch.equal(rg.optimize(model, (x,), keep="all", seconds=0.01).model(x), model(x))

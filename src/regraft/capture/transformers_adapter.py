@@ -21,13 +21,13 @@ from regraft.capture import linear_states, torch_private
 
 
 def is_pretrained(model: nn.Module) -> bool:
-    """Whether a model is one of transformers; it is imported by whoever made the model, never by this.
+    """Whether a model is one of transformers; its module is imported by whoever made the model, never by this.
 
     Args:
         model: any module.
     """
-    library = sys.modules.get("transformers")
-    return library is not None and isinstance(model, library.PreTrainedModel)
+    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    return base is not None and isinstance(model, base)
 
 
 def generating_within(model: nn.Module) -> str | None:
