@@ -102,13 +102,3 @@ def test_lazy_layers_are_not_made_by_it(function: Callable[..., object]) -> None
     with pytest.raises(rg.CaptureError, match="call the model once"):
         function(model, (torch.randn(2, 4),))
     assert nn.parameter.is_lazy(model[0].weight)
-
-
-def test_what_a_compiler_has_a_part_in_runs_as_before() -> None:
-    """Such as torch.cond, which is compiled at each first call, and fails for good where that is under a mode."""
-    model = Wrap(lambda self, x: torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,))).eval()
-    x = torch.full((2, 3), 2.0)
-    with contextlib.suppress(rg.CaptureError):
-        rg.trace(model, (x,))
-    assert torch.equal(model(x), x + 1)
-    assert torch.equal(model(-x), -x - 1)
