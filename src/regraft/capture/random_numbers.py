@@ -20,13 +20,13 @@ _SETTING = ("manual_seed", "seed", "set_state", "set_offset", "graphsafe_set_sta
 
 
 class _AsItIs:
-    """A generator whose state this thread may not set."""
+    """A generator whose state this thread may not set; Dynamo may, which puts it back when it looked at a branch."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator, self._thread = generator, threading.get_ident()
 
     def __getattr__(self, name: str) -> Any:
-        if name in _SETTING and threading.get_ident() == self._thread:
+        if name in _SETTING and threading.get_ident() == self._thread and not _by_dynamo():
             raise NotImplementedError("a forward that sets the state of torch's random generator has no graph")
         return getattr(self._generator, name)
 
@@ -60,6 +60,15 @@ def expect_no_generator(generator: object) -> None:
     """
     if isinstance(generator, torch.Generator):
         raise NotImplementedError("numbers that are drawn with a random generator of their own are in no graph")
+
+
+def _by_dynamo() -> bool:
+    """Whether it is Dynamo that sets a state; what a forward calls of torch.random goes through its eval_frame."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__") in (torch.random.__name__, "contextlib"):
+        frame = frame.f_back
+    module: str = frame.f_globals.get("__name__", "")
+    return module.startswith("torch._dynamo.") and module != "torch._dynamo.eval_frame"
 
 
 def _states() -> dict[str, Any]:

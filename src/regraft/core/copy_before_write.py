@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from regraft.core.operation_mode import OperationMode
 
 
-class CopyBeforeWrite(TorchDispatchMode):
+class CopyBeforeWrite(OperationMode):
     """Saves the values of tensors before the first operation that writes them, while it is entered.
 
     Args:
@@ -32,12 +33,10 @@ class CopyBeforeWrite(TorchDispatchMode):
         self._weights = {_storage(each): each for each in tensors if is_strided(each) and not each.is_meta}
         self._saved: dict[int, torch.UntypedStorage] = {}
 
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """See `TorchDispatchMode`."""
-        arguments = func._schema.arguments  # type: ignore[attr-defined]
-        given = {**dict(zip([argument.name for argument in arguments], args)), **(kwargs or {})}
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `OperationMode`."""
+        arguments = func._schema.arguments
+        given = {**dict(zip([argument.name for argument in arguments], args)), **kwargs}
         for argument in arguments:
             says_so = argument.alias_info is not None and argument.alias_info.is_write
             # the schema of a batch norm does not say that it writes its statistics
@@ -45,7 +44,7 @@ class CopyBeforeWrite(TorchDispatchMode):
                 value = given.get(argument.name)
                 for tensor in value if isinstance(value, (list, tuple)) else [value]:
                     self._save(tensor)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def _save(self, written: Any) -> None:
         key = _storage(written) if is_strided(written) else None

@@ -13,7 +13,7 @@ from torch import fx
 
 from regraft.core.fx_private import codegen_of
 from regraft.core.history import history, undo_steps
-from regraft.verify.precise import in_precision, inputs_in_precision, modes
+from regraft.verify.precise import InPrecision, in_precision, inputs_in_precision
 
 _SAME = 64.0  # roundings between two float64 runs of one formula, one of them on weights that were rounded
 _FAR = 0.05  # and never as much as this, however coarse the rounding
@@ -122,20 +122,12 @@ def _values(
     """The values of some nodes, in the graph's own precision or in another."""
     model: Callable[..., Any] = gm if dtype is None else in_precision(gm, dtype)
     assert isinstance(model, fx.GraphModule)
-    failure: Exception | None = None
-    for mode in [nullcontext] if dtype is None else modes(dtype):
-        tap = _Tap(model, names)
-        args, kwargs = inputs_in_precision(inputs, dtype)
-        flat = _flat(model, args, kwargs)
-        try:
-            with torch.no_grad(), mode():
-                tap.run(*flat, enable_io_processing=False)
-        except Exception as error:  # an operation that does not know the precision: try the next way
-            failure = failure or error
-            continue
-        return tap.kept
-    assert failure is not None
-    raise failure
+    tap = _Tap(model, names)
+    args, kwargs = inputs_in_precision(inputs, dtype)
+    flat = _flat(model, args, kwargs)
+    with torch.no_grad(), nullcontext() if dtype is None else InPrecision(dtype):
+        tap.run(*flat, enable_io_processing=False)
+    return tap.kept
 
 
 def _flat(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

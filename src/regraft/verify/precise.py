@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from regraft.core.clone import deep_copy
+from regraft.core.operation_mode import OperationMode
 from regraft.verify.tree import tree_of
 
 _COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 
 
-class InPrecision(TorchDispatchMode):
+class InPrecision(OperationMode):
     """Runs every floating-point operation in one dtype, also where the code asks for another by name.
 
     `softmax(x, dtype=torch.float32)`, `x.float()` and constants that are neither parameter nor buffer would
@@ -34,11 +33,8 @@ class InPrecision(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self.dtype = dtype
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operation in the wanted dtype."""
-        kwargs = dict(kwargs or {})
         schema = func._schema
         bits = func is torch.ops.aten.view.dtype  # reads the bits as another type: nothing to convert
         written = {i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write}
@@ -159,9 +155,3 @@ def inputs_in_precision(inputs: Any, dtype: torch.dtype | None) -> Any:
         elif not tensor.is_leaf:
             memo[id(tensor)] = tensor.detach().clone()  # deepcopy refuses what autograd computed
     return copy.deepcopy(inputs, memo)
-
-
-def modes(dtype: torch.dtype) -> list[Callable[[], AbstractContextManager[Any]]]:
-    """The ways to run in a precision, best first: every operation converted, then only weights and inputs."""
-    # A higher-order operation (a `torch.cond`, an exported `no_grad` block) refuses to run under a dispatch mode.
-    return [lambda: InPrecision(dtype), nullcontext]
