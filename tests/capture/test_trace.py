@@ -1040,7 +1040,12 @@ def test_a_failed_capture_says_what_it_says_in_its_error_alone(capfd: pytest.Cap
     assert "def forward" not in capfd.readouterr().err
 
 
-def test_captures_in_several_threads_take_turns() -> None:
+@pytest.mark.parametrize(
+    "capture",
+    [lambda model: trace(model, (torch.randn(2),), dynamic_shapes="auto"), symbolic_trace],
+    ids=["with an example", "without"],
+)
+def test_captures_in_several_threads_take_turns(capture: Callable[[nn.Module], GraphModule]) -> None:
     running: list[int] = []
     together: list[int] = []
 
@@ -1054,11 +1059,33 @@ def test_captures_in_several_threads_take_turns() -> None:
 
     errors, filters = sys.stderr, list(warnings.filters)
     with ThreadPoolExecutor(3) as pool:
-        traced = list(pool.map(lambda _: trace(Slow(), (torch.randn(2),), dynamic_shapes="auto"), range(3)))
+        traced = list(pool.map(lambda _: capture(Slow()), range(3)))
     assert [float(gm(torch.ones(1))) for gm in traced] == [2.0] * 3
     assert max(together) == 1
     assert sys.stderr is errors
     assert list(warnings.filters) == filters
+
+
+def test_models_of_other_threads_run_while_one_is_traced() -> None:
+    """torch.fx puts its own __call__ and __getattr__ of nn.Module in place, for every thread."""
+    other = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval()
+    given = torch.randn(3, 2)
+    made: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    class Slow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = other
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with ThreadPoolExecutor(1) as pool:
+                made.append(pool.submit(lambda: (other(given), other[1].running_mean)).result())
+            return self.other(x)
+
+    gm = symbolic_trace(Slow())
+    assert torch.equal(made[0][0], other(given))
+    assert made[0][1] is other[1].running_mean
+    assert torch.equal(gm(-given), other(-given))
 
 
 def test_what_a_model_raises_is_not_logged_either(caplog: pytest.LogCaptureFixture) -> None:

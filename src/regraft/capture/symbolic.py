@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -23,7 +24,7 @@ from regraft.capture.random_numbers import others_drawn
 from regraft.capture.sample_inputs import SampleMaker, Unmakeable
 from regraft.capture.shapes import axes_of
 from regraft.capture.signature import take_apart
-from regraft.capture.trace import capture
+from regraft.capture.trace import ONE_AT_A_TIME, capture
 from regraft.capture.untouched import untouched
 from regraft.core.errors import CaptureError
 from regraft.core.graph_module import GraphModule, adopt
@@ -63,8 +64,20 @@ class _Tracer(Tracer):
         return _Proxy(node, self)
 
     def trace(self, root: Any, *args: Any, **kwargs: Any) -> Graph:
-        self._layers = LayersCalled(root)
+        self._layers, self._thread = LayersCalled(root), threading.get_ident()
         return super().trace(root, *args, **kwargs)
+
+    # What torch.fx puts in the place of nn.Module's methods, other threads' models go through meanwhile as well.
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Proxy]) -> Any:
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         leaf = is_leaf(m) or super().is_leaf_module(m, module_qualified_name)
@@ -181,7 +194,7 @@ def _traced(model: nn.Module, tracer_cls: type[Tracer]) -> GraphModule:
     tracer = tracer_cls()
     constants: dict[str, Any] = {}
     try:
-        with untouched(model), others_drawn() as others:
+        with ONE_AT_A_TIME, untouched(model), others_drawn() as others:
             state = torch.get_rng_state()
             graph = tracer.trace(model)
             # among fake tensors none is drawn, and there the states cannot be compared

@@ -27,7 +27,7 @@ from regraft.core.fx_private import codegen_of
 from regraft.core.graph_module import GraphModule, adopt
 from regraft.core.mutation import weights_written
 
-_ONE_AT_A_TIME = threading.RLock()
+ONE_AT_A_TIME = threading.RLock()
 """`torch.export`, and what is put in place around it, warnings and stderr among it, there is once in a process."""
 
 
@@ -106,7 +106,7 @@ def capture(model: nn.Module, call: Call, axes: Axes, automatic: bool) -> GraphM
     Raises:
         CaptureError: the model cannot be captured.
     """
-    with _ONE_AT_A_TIME, values_kept(run_once(model, call)):  # export writes to some as well
+    with ONE_AT_A_TIME, values_kept(run_once(model, call)):  # export writes to some as well
         try:
             gm = _captured(model, call, axes, automatic)
         except CaptureError as error:
