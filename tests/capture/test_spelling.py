@@ -16,7 +16,7 @@ from regraft.capture import trace, transformers_adapter
 from regraft.capture.cleaning import clean
 from regraft.capture.signature import take_apart
 from regraft.capture.spelling_table import FUNCTIONS, METHODS, OPERATORS
-from regraft.capture.trace import _exported
+from regraft.capture.widest import Exports
 
 #: spelled with another call that is defined as the same
 ALIASES = {"aten.true_divide.Tensor": "aten.div.Tensor", "aten.lift_fresh_copy.default": "aten.clone.default"}
@@ -33,7 +33,7 @@ def both(name: str) -> tuple[Counter[str], Counter[str]]:
     model, inputs = family.build(), make_inputs(family, 3, 11)
     transformers_adapter.prepare(model)
     with torch.no_grad():
-        before = _exported(model, take_apart(model, (), inputs), [None] * len(inputs)).program
+        before = Exports(model, take_apart(model, (), inputs), decided=False).one([None] * len(inputs)).program
         after = torch.export.export(trace(model, (), inputs), (), dict(inputs), strict=False)
     return calls(before), calls(after)
 

@@ -889,8 +889,8 @@ def test_where_samples_stop_at_different_lines_each_is_tried_in_each_way(exports
     x = -torch.rand(1, 3)
     gm = trace(DecidesOnlyOfSome(), (x,), dynamic_shapes="auto")
     assert torch.equal(gm(x), x + 1)
-    # once; with sizes that are fixed, in both ways, of which the second is one; then with each that varies
-    assert exports == [(2, 3), (1, 3), (1, 3), (2, 3), (1, 3), (2, 3), (1, 3)]
+    # once; with sizes that are fixed, in both ways, of which the second is one; in that with each that varies
+    assert exports == [(2, 3), (1, 3), (1, 3), (2, 3), (1, 3)]
 
 
 class DecidesBySize(nn.Module):

@@ -157,11 +157,13 @@ class Exported:
         program: the program.
         enlarged: whether the sample had to be enlarged for it.
         seen: what was seen of the model meanwhile.
+        way: which of the ways worked.
     """
 
     program: torch.export.ExportedProgram
     enlarged: bool
     seen: Seen
+    way: int
 
 
 def export(
@@ -197,7 +199,7 @@ def export(
     samples.append(leaves)
     failure: Exception | None = None
     stops: set[str | None] = set()  # of the first way
-    for way in ways:
+    for place, way in enumerate(ways):
         for sample in samples:
             seen = Seen()
             flat = Flat(model, call, seen, quick, sample if decided else None)
@@ -214,12 +216,12 @@ def export(
                     raise
                 failure = error if failure is None or sample is leaves else failure
                 stop = where(model, error) if decides_by_value(error) else None
-                if way is ways[0]:
+                if place == 0:
                     stops.add(stop)
                 elif stop is not None and stops == {stop}:
                     break  # neither the samples nor the way make a difference
             else:
-                return Exported(program, sample is not leaves, seen)
+                return Exported(program, sample is not leaves, seen, place)
     assert failure is not None
     raise failure
 

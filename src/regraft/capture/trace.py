@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +13,14 @@ from regraft.capture import transformers_adapter
 from regraft.capture.assembling import assemble
 from regraft.capture.calling import Calling
 from regraft.capture.codegen import CallingCodeGen
-from regraft.capture.exporting import Exported, export, without_prefix
-from regraft.capture.failures import capture_error, decides_by_value, refuse_example
+from regraft.capture.exporting import Exported, without_prefix
+from regraft.capture.failures import decides_by_value, refuse_example
 from regraft.capture.first_run import run_once
 from regraft.capture.probing import ROUNDED, Probe
 from regraft.capture.shapes import Axes, axes_of
 from regraft.capture.signature import Call, take_apart
-from regraft.capture.untouched import untouched, values_kept
+from regraft.capture.untouched import values_kept
+from regraft.capture.widest import Exports
 from regraft.core.errors import CaptureError
 from regraft.core.expect import expect_call
 from regraft.core.fx_private import codegen_of
@@ -134,8 +134,9 @@ def _decided(model: nn.Module, call: Call, axes: Axes, automatic: bool) -> Graph
 
 def _captured(model: nn.Module, call: Call, axes: Axes, automatic: bool, decided: bool = False) -> GraphModule:
     """Capture a call; `decided` is whether what it reads of its inputs is fixed, and asked for at other calls."""
-    exporting = partial(_exported_as_widely_as_can_be if automatic else _exported, decided=decided)
-    exported = exporting(model, call, axes)
+    exports = Exports(model, call, decided)
+    exporting = exports.widest if automatic else exports.one
+    exported = exporting(axes)
     gm = _assembled(model, call, exported, automatic)
     with values_kept(weights_written(gm)):  # which are run on real tensors
         probe = Probe(model, gm, call, _calling(gm))
@@ -159,7 +160,7 @@ def _captured(model: nn.Module, call: Call, axes: Axes, automatic: bool, decided
                 {axis: dim for axis, dim in (varying or {}).items() if leaf.shape[axis] > 1} or None
                 for leaf, varying in zip(call.leaves, axes)
             ]
-            gm = _assembled(model, call, exporting(model, call, plain), automatic)
+            gm = _assembled(model, call, exporting(plain), automatic)
             probe = Probe(model, gm, call, _calling(gm))
             probe.allow_size_one()
         if decided and not probe.agrees(ROUNDED):
@@ -191,31 +192,3 @@ def _calling(gm: GraphModule) -> Calling:
     codegen = codegen_of(gm.graph)
     assert isinstance(codegen, CallingCodeGen)
     return codegen.calling
-
-
-def _exported_as_widely_as_can_be(model: nn.Module, call: Call, axes: Axes, decided: bool = False) -> Exported:
-    """Where export cannot make out, or not soon, how all sizes hang together: with the batch alone varying, or none."""
-    batch: Axes = [{0: varying[0]} if varying and 0 in varying else None for varying in axes]
-    none: Axes = [None] * len(axes)
-    *ways, last = [axes, *(fewer for fewer in (batch, none) if fewer != axes)]
-    fixed = _exported(model, call, last, decided=True) if decided else None  # where it fails, the rest does as well
-    while ways:
-        try:
-            return _exported(model, call, ways[0], quick=True, decided=decided, hasty=fixed is None)
-        except CaptureError as error:
-            refuse_example(model, call)  # other axes would not help
-            if fixed is None and decides_by_value(error.__cause__):
-                fixed = _exported(model, call, last)  # where this fails as well, the axes have no part in it
-            else:
-                del ways[0]
-    return fixed or _exported(model, call, last, decided=decided)
-
-
-def _exported(
-    model: nn.Module, call: Call, axes: Axes, quick: bool = False, decided: bool = False, hasty: bool = False
-) -> Exported:
-    try:
-        with untouched(model):
-            return export(model, call, axes, transformers_adapter.ways(model), quick, decided, hasty)
-    except Exception as error:
-        raise capture_error(model, error) from error
