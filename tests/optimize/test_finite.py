@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import regraft as rg
+from helpers import Wrap
 from regraft.dropin import Entry, grafts_of
 from regraft.optimize import optimize
 
@@ -79,6 +80,22 @@ def test_what_is_no_number_stays_none(name: str, engine: str, dtype: torch.dtype
         with torch.no_grad():
             assert served(x).isfinite().all()
         assert grafts_of(served).calls["forward"] == before + 1  # what is whole the graph runs
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("largest", [lambda x: x.argmax(-1), lambda x: x.max(-1), lambda x: x.argmin(0)])
+def test_the_place_of_a_nan_is_what_it_is_to_torch(engine: str, largest: Callable[[Tensor], Any]) -> None:
+    pytest.importorskip(engine)
+    model, x = Wrap(lambda self, x: largest(x * 2)), torch.randn(4, 32)
+    served = dropin(model, x, engine=engine)
+    with torch.no_grad():
+        before = grafts_of(served).calls["forward"]
+        torch.testing.assert_close(tuple(served(-x)), tuple(model(-x)))
+        assert grafts_of(served).calls["forward"] == before + 1
+        for place in (3, 31):
+            broken = x.clone()
+            broken[:, place] = math.nan
+            torch.testing.assert_close(tuple(served(broken)), tuple(model(broken)), equal_nan=True)
 
 
 class Beside(Image):

@@ -1,7 +1,8 @@
 """Which arguments have to be finite, since a kernel would make a number of a NaN.
 
 torch's ReLU of NaN is NaN. That of oneDNN, alone or at the end of a convolution or a linear layer, is 0, as is what it
-cuts off by limits: a result that says that an input was broken would become one that says nothing of it.
+cuts off by limits: a result that says that an input was broken would become one that says nothing of it. And where
+torch takes the place of a NaN for that of the largest value, OpenVINO and ONNX Runtime look for a number.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from regraft.verify.tree import tree_of
 
 def must_be_finite(graph: Graph, entry: Entry) -> dict[str, bool]:
     """The arguments of which a NaN reaches the original's result and not that of the graph, or of its engine.
+
+    It does so as well where it makes other whole numbers, the place of the largest value say.
 
     Both are tried: an engine of one size leaves other sizes to the graph, whose kernels are not the engine's. A tensor
     is tried with one NaN in its middle, which may be lost beside a way on which it stays, and with nothing else in it.
@@ -45,8 +48,8 @@ def must_be_finite(graph: Graph, entry: Entry) -> dict[str, bool]:
     for name, value in graph.call.items():
         for spoiled in _spoiled(value):
             call = {**graph.call, name: spoiled}
-            expected = _nans(original, call, graph)
-            if not all(_alike(_nans(program, call, graph), expected) for program in ours):
+            expected = _made_of(original, call, graph)
+            if not all(_alike(_made_of(program, call, graph), expected) for program in ours):
                 found[name] = all(bool(tensor.isfinite().all()) for tensor in floats(value))
                 break
     return found
@@ -81,7 +84,13 @@ def _alike(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def _nans(program: Callable[..., Any], call: dict[str, Any], graph: Graph) -> dict[str, Tensor]:
-    """Where the tensors of a result, and the buffers written to, have one; nothing of what refuses the call."""
+def _made_of(program: Callable[..., Any], call: dict[str, Any], graph: Graph) -> dict[str, Tensor]:
+    """Where the tensors of a result, and the buffers written to, have a NaN, and whole numbers themselves.
+
+    There is nothing of what refuses the call.
+    """
     found = run(program, ((), call), beside=graph.reference)
-    return {name: value.isnan() for name, value in (*found.output.tensors(), *found.written.items())}
+    tensors = (*found.output.tensors(), *found.written.items())
+    return {
+        name: value.isnan() if value.is_floating_point() or value.is_complex() else value for name, value in tensors
+    }

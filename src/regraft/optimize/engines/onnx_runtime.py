@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from regraft.optimize.engines.flat import Flat, Run
+from regraft.optimize.engines.stable import stably_spelled
 
 
 def build(flat: Flat) -> Run:
@@ -28,7 +29,7 @@ def build(flat: Flat) -> Run:
     # With gradients the exporter takes the other kernel of attention, whose strides its own passes then refuse.
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        program = torch.onnx.export(flat.exported(), dynamo=True, verbose=False, optimize=True)
+        program = torch.onnx.export(stably_spelled(flat.exported()), dynamo=True, verbose=False, optimize=True)
         assert program is not None
         path = Path(folder) / "model.onnx"
         program.save(str(path), external_data=True)

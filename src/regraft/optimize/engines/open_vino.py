@@ -15,6 +15,7 @@ from torch import Tensor
 
 from regraft.core.errors import NotCovered
 from regraft.optimize.engines.flat import Flat, Run
+from regraft.optimize.engines.stable import STABLE
 
 aten = torch.ops.aten
 
@@ -87,6 +88,7 @@ def _converted(flat: Flat) -> tuple[Any, Any]:
     import openvino
 
     spelled = {
+        **STABLE,
         aten.scaled_dot_product_attention.default: _with_repeated_keys,
         aten.cat.default: _without_nothing,
         aten.floor_divide.default: _floored,
