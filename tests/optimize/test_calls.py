@@ -146,6 +146,11 @@ def test_an_argument_that_is_given_twice_is_refused_as_by_the_model() -> None:
         rg.optimize(model, (row(),), {"x": row()})
 
 
+def test_more_arguments_than_there_are_is_what_the_error_says() -> None:
+    with pytest.raises(TypeError, match=r"Linear\.forward cannot be called .*: too many positional arguments"):
+        rg.optimize(nn.Linear(2, 2).eval(), (torch.ones(1, 2), torch.ones(1, 2)))
+
+
 @pytest.mark.parametrize("setting", ["use_cache", "output_attentions", "output_hidden_states", "return_dict"])
 @pytest.mark.parametrize("configured", [True, False])
 def test_a_setting_of_a_pretrained_model_is_what_its_config_says_unless_its_forward_does(setting, configured) -> None:
