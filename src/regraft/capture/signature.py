@@ -87,23 +87,6 @@ class Call:
         return tuple(args), kwargs
 
 
-def bind(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
-    """The arguments of a call of a model, each under its name.
-
-    Args:
-        model: the model.
-        args: the positional arguments.
-        kwargs: the keyword arguments.
-
-    Raises:
-        TypeError: the model's forward cannot be called like this.
-    """
-    try:
-        return inspect.signature(model.forward).bind(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"{type(model).__name__}.forward cannot be called with these arguments: {error}") from None
-
-
 def take_apart(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
     """Read a call of a model.
 
@@ -116,10 +99,14 @@ def take_apart(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
         TypeError: the model's forward cannot be called like this.
         CaptureError: an argument is an object with tensors inside that pytree cannot take apart.
     """
-    bound = bind(model, args, kwargs)
+    signature = inspect.signature(model.forward)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{type(model).__name__}.forward cannot be called with these arguments: {error}") from None
     user_dicts.make_known()
     call = Call([], 0, set(), [], [], [], [], set())
-    for name, parameter in bound.signature.parameters.items():
+    for name, parameter in signature.parameters.items():
         _take_parameter(call, name, parameter, bound.arguments)
     return call
 

@@ -20,7 +20,7 @@ from regraft.capture import lift, trace
 from regraft.capture.codegen import decided_in
 from regraft.capture.own_state import Attribute, set_meanwhile, spelled, used_meanwhile
 from regraft.capture.sample_inputs import Unmakeable, example_call
-from regraft.capture.signature import bind
+from regraft.capture.signature import take_apart
 from regraft.capture.trace import expect_python
 from regraft.capture.transformers_adapter import generating_within, is_pretrained, main_inputs
 from regraft.capture.untouched import untouched, values_kept
@@ -153,7 +153,7 @@ def _module(
     oracle = _oracle(reference)
     reader = Reader(twin)
     if not reader.star and len(inputs[0]) > len(reader.names):
-        bind(model, *inputs)  # which raises, and says so
+        take_apart(model, *inputs)  # which raises, and says so
     call = reader.read(*inputs) if any(inputs) else _made(twin, reader, notes)
     call, *_ = reader.without_empty_cache(call)
     graphs: list[Graph] = []
